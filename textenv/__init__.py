@@ -1,0 +1,30 @@
+"""RLHF as a Gymnasium environment: the state is a text prefix, an action is a token, a scorer judges what was written.
+
+Importing textenv registers ``RLHF-v0`` and ``textenv/Toy-v0``. It needs numpy and Gymnasium only; models, agents and
+scorers live in `textenv.lm`, `textenv.agents` and `textenv.rewards`, and load torch when they are imported.
+"""
+
+from textenv.env import TextGenerationEnv
+from textenv.mdp import TokenMDP
+from textenv.prompts import PromptSet
+from textenv.registration import register_envs
+from textenv.replay import Replay, attach_policy, replay
+from textenv.scoring import ScorerError
+from textenv.task import TextTask
+from textenv.vector_env import TextGenerationVectorEnv
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "PromptSet",
+    "Replay",
+    "ScorerError",
+    "TextGenerationEnv",
+    "TextGenerationVectorEnv",
+    "TextTask",
+    "TokenMDP",
+    "attach_policy",
+    "replay",
+]
+
+register_envs()

@@ -1,0 +1,246 @@
+"""A causal language model as the environment and the agents use it: hidden states once, then whatever is read off them.
+
+Legend: B responses, P prompt columns, T response tokens, L = P + T, H hidden size, V vocabulary. Prompts are padded on
+the left to P, responses grow to the right from column P, so the token in column c is predicted by the state in column
+c - 1. Position ids follow from the mask, which makes a padded row equal to the same row alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from textenv.lm.loading import DTYPES, load_causal_lm, resolve
+from textenv.lm.logprobs import OutputHead, token_logprobs
+from textenv.lm.precision import precision
+
+TOKENS_PER_PASS = 8192
+"""Frozen passes go through this many tokens at a time, which bounds their activations."""
+
+
+class LanguageModel:
+    """A loaded causal model with its sampling distribution (temperature included).
+
+    As a callable it is what `KLPenalty` asks for: ``model(observations, actions) -> logprobs (N,)``.
+
+    Args:
+        model: a transformers causal language model.
+        source: where its weights came from; two frozen models with one source are the same function.
+        named_size: how many ids the tokenizer names; the rest get probability 0.
+        temperature: of the distribution that tokens are sampled from; above 0.
+        dtype: ``"float32"`` or ``"bfloat16"`` arithmetic.
+
+    Raises:
+        ValueError: bad temperature or dtype, or a model that changes its logits in a way this class does not know.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        source: str,
+        named_size: int | None = None,
+        temperature: float = 1.0,
+        dtype: str = "float32",
+    ) -> None:
+        if not temperature > 0 or not np.isfinite(temperature):
+            raise ValueError(
+                f"`temperature` should be a positive number, got {temperature}. At 0 the policy is deterministic and "
+                "log-probability ratios are undefined; use 1.0 to train and `predict` to decode greedily."
+            )
+        if dtype not in DTYPES:
+            raise ValueError(f"`dtype` should be one of {DTYPES}, got {dtype!r}.")
+        self.model = model
+        self.source = source
+        self.dtype = dtype
+        config = model.config.get_text_config()
+        self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
+        self.hidden_size: int = config.hidden_size
+        self.named_size = named_size
+        self.temperature = temperature
+        self._softcap = getattr(config, "final_logit_softcapping", None)
+        self._check_head()
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights."""
+        return next(self.model.parameters()).device
+
+    @property
+    def head(self) -> OutputHead:
+        """The output head with the temperature and the unnamed ids in it."""
+        layer = self.model.get_output_embeddings()
+        return OutputHead(
+            layer.weight, getattr(layer, "bias", None), self.temperature, self.named_size, softcap=self._softcap
+        )
+
+    def _check_head(self) -> None:
+        """Compare our reading of the logits with the model's own on two tokens."""
+        ids = torch.tensor([[0, 1]], device=self.device)
+        with torch.no_grad(), precision(self.device.type, self.dtype):
+            theirs = self.model(input_ids=ids).logits[0].float()
+            hidden = self.model.base_model(input_ids=ids).last_hidden_state[0]
+            ours = dataclasses.replace(self.head, temperature=1.0, named_size=None).logits(hidden)
+        scale = theirs.abs().max().clamp_min(1.0)
+        if not torch.allclose(ours / scale, theirs / scale, atol=0.03 if self.dtype == "bfloat16" else 1e-3):
+            raise ValueError(
+                f"{self.source}: {type(self.model).__name__} post-processes its logits in a way that textenv does not "
+                f"reproduce (largest difference {(ours - theirs).abs().max():.3g}), so its log-probabilities would be "
+                "wrong. Plain output heads and final_logit_softcapping are supported."
+            )
+
+    def hidden_states(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Last hidden states (B, L, H) of padded rows; values in masked columns mean nothing."""
+        attention_mask = attention_mask.long()
+        position_ids = (attention_mask.cumsum(-1) - 1).clamp_min(0)
+        output = self.model.base_model(
+            input_ids=input_ids.long(), attention_mask=attention_mask, position_ids=position_ids, use_cache=False
+        )
+        hidden: Tensor = output.last_hidden_state
+        return hidden
+
+    def read_response(
+        self, hidden: Tensor, input_ids: Tensor, attention_mask: Tensor, response_tokens: int
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies (B, T) of the response tokens, zero where the mask is 0.
+
+        Only real tokens go through the output head.
+        """
+        real = attention_mask[:, -response_tokens:].bool()  # (B, T)
+        before = hidden[:, -response_tokens - 1 : -1][real]  # (M, H)
+        chosen = input_ids[:, -response_tokens:].long()[real]
+        logprobs, entropies = token_logprobs(before, chosen, self.head)
+        zeros = torch.zeros(real.shape, dtype=torch.float32, device=hidden.device)
+        return zeros.masked_scatter(real, logprobs), zeros.masked_scatter(real, entropies)
+
+    @torch.no_grad()
+    def frozen_pass(
+        self, input_ids: Tensor, attention_mask: Tensor, response_tokens: int, read_columns: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """One pass without gradients, row blocks of `TOKENS_PER_PASS` tokens.
+
+        Args:
+            input_ids: (B, L).
+            attention_mask: (B, L).
+            response_tokens: T.
+            read_columns: (B,) columns whose hidden state a reward head wants to see.
+
+        Returns:
+            logprobs (B, T), and the hidden states (B, H) at `read_columns` or None.
+        """
+        rows = max(1, TOKENS_PER_PASS // input_ids.shape[1])
+        logprobs, read = [], []
+        with precision(self.device.type, self.dtype):
+            for block in torch.arange(len(input_ids), device=input_ids.device).split(rows):
+                ids, mask = input_ids[block], attention_mask[block]
+                hidden = self.hidden_states(ids, mask)
+                if response_tokens:
+                    logprobs.append(self.read_response(hidden, ids, mask, response_tokens)[0])
+                if read_columns is not None:
+                    read.append(hidden[torch.arange(len(block)), read_columns[block]].float())
+        empty = torch.zeros(len(input_ids), 0)
+        return torch.cat(logprobs) if logprobs else empty, torch.cat(read) if read else None
+
+    def response_logprobs(self, input_ids: np.ndarray, attention_mask: np.ndarray, response_tokens: int) -> np.ndarray:
+        """Log-probabilities (B, T) of whole responses from one pass, float64, zero where the mask is 0."""
+        ids = torch.as_tensor(np.asarray(input_ids), device=self.device)
+        mask = torch.as_tensor(np.asarray(attention_mask), device=self.device)
+        logprobs, _ = self.frozen_pass(ids, mask, response_tokens)
+        return logprobs.double().cpu().numpy()
+
+    def __call__(self, observations: Mapping[str, np.ndarray], actions: np.ndarray) -> np.ndarray:
+        """Log-probability (N,) of each action after its prefix, float64."""
+        ids = np.asarray(observations["input_ids"])
+        mask = np.asarray(observations["attention_mask"])
+        last = _last_columns(mask)
+        first, end = int(mask.argmax(1).min()), int(last.max()) + 1  # columns that hold anything
+        hidden = self.states_at(ids[:, first:end], mask[:, first:end], last - first)
+        with torch.no_grad(), precision(self.device.type, self.dtype):
+            targets = torch.as_tensor(np.asarray(actions), device=self.device).long()
+            logprobs, _ = token_logprobs(hidden, targets, self.head)
+        return logprobs.double().cpu().numpy()
+
+    def states_at(self, input_ids: np.ndarray, attention_mask: np.ndarray, columns: np.ndarray) -> Tensor:
+        """Hidden states (B, H), float32, at one column per row, without gradients."""
+        ids = torch.as_tensor(input_ids, device=self.device)
+        mask = torch.as_tensor(attention_mask, device=self.device)
+        _, read = self.frozen_pass(ids, mask, 0, torch.as_tensor(columns, device=self.device))
+        assert read is not None
+        return read
+
+
+def _last_columns(attention_mask: np.ndarray) -> np.ndarray:
+    """Column of the last real token of each row: prompts end at P - 1, responses grow from there without holes."""
+    columns: np.ndarray = attention_mask.shape[1] - 1 - attention_mask[:, ::-1].argmax(1)
+    return columns
+
+
+_loaded: weakref.WeakValueDictionary[tuple[str, str, str], Any] = weakref.WeakValueDictionary()
+
+
+class LazyLanguageModel:
+    """A frozen `LanguageModel` that is loaded at its first use, and shared by all who name the same one.
+
+    Environments hold this: one whose agent brings its own reference never loads a second copy. Pickling and deep copies
+    carry the name, not the weights.
+
+    Args:
+        name: see `textenv.lm.loading.resolve`.
+        device: a torch device.
+        dtype: arithmetic and weights, ``"float32"`` or ``"bfloat16"``.
+        named_size: ids that the tokenizer names.
+        temperature: of the distribution.
+    """
+
+    def __init__(
+        self,
+        name: str | os.PathLike[str],
+        device: str = "cpu",
+        dtype: str = "float32",
+        *,
+        named_size: int | None = None,
+        temperature: float = 1.0,
+    ) -> None:
+        self.source = resolve(name)
+        self.device_name, self.dtype_name = device, dtype
+        self.named_size, self.temperature = named_size, temperature
+        self._model: LanguageModel | None = None
+
+    def load(self) -> LanguageModel:
+        """The model, from memory where somebody already holds it."""
+        if self._model is None:
+            key = (self.source, self.device_name, self.dtype_name)
+            module = _loaded.get(key)
+            if module is None:
+                module = _loaded[key] = load_causal_lm(self.source, self.device_name, self.dtype_name)
+            self._model = LanguageModel(
+                module,
+                source=self.source,
+                named_size=self.named_size,
+                temperature=self.temperature,
+                dtype=self.dtype_name,
+            )
+        return self._model
+
+    def __call__(self, observations: Mapping[str, np.ndarray], actions: np.ndarray) -> np.ndarray:
+        """See `LanguageModel.__call__`."""
+        return self.load()(observations, actions)
+
+    def response_logprobs(self, input_ids: np.ndarray, attention_mask: np.ndarray, response_tokens: int) -> np.ndarray:
+        """See `LanguageModel.response_logprobs`."""
+        return self.load().response_logprobs(input_ids, attention_mask, response_tokens)
+
+    def states_at(self, input_ids: np.ndarray, attention_mask: np.ndarray, columns: np.ndarray) -> Tensor:
+        """See `LanguageModel.states_at`."""
+        return self.load().states_at(input_ids, attention_mask, columns)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but the weights."""
+        return {**self.__dict__, "_model": None}

@@ -1,0 +1,83 @@
+"""Text to token ids and back, over a Hugging Face tokenizer that is only read, never changed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+
+class TextTokenizer:
+    """What the environment needs of a tokenizer.
+
+    Args:
+        tokenizer: a transformers tokenizer. Its settings (padding side, pad token) are neither used nor edited.
+        stop_ids: ids that end a response. Where not given, the tokenizer's end-of-sequence id.
+        vocab_size: the model's output width V, at least ``len(tokenizer)``; ids from ``len(tokenizer)`` on are unnamed.
+        context_length: tokens that the model can attend to, where known.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop_ids: Sequence[int] | None = None,
+        vocab_size: int | None = None,
+        context_length: int | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.context_length = context_length
+        if stop_ids is None:
+            stop_ids = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+        self.stop_ids = tuple(stop_ids)
+        self.named_size = len(tokenizer)
+        self.vocab_size = self.named_size if vocab_size is None else vocab_size
+
+    @property
+    def pad_id(self) -> int:
+        """A harmless id to fill unused columns with. Masks never come from it: it may equal the EOS id."""
+        for candidate in (self.tokenizer.pad_token_id, *self.stop_ids):
+            if candidate is not None:
+                return int(candidate)
+        return 0
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text that starts a sequence: one BOS where the tokenizer uses one, no EOS at the end."""
+        ids = list(self.tokenizer(text).input_ids)
+        bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
+        while bos is not None and ids[:2] == [bos, bos]:  # a template had already written it
+            ids = ids[1:]
+        if eos is not None and ids[-1:] == [eos] and not text.endswith(self.tokenizer.eos_token):
+            ids = ids[:-1]
+        return ids
+
+    def decode(self, ids: Sequence[int] | Iterable[int]) -> str:
+        """The text of token ids, special tokens left out."""
+        return self.decode_batch([ids])[0]
+
+    def decode_batch(self, batch: Sequence[Iterable[int]]) -> list[str]:
+        """The texts of several responses, special tokens left out."""
+        rows = [[int(i) for i in ids if i < self.named_size] for ids in batch]
+        return list(self.tokenizer.batch_decode(rows, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    @functools.cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that `decode` leaves out."""
+        return frozenset(self.tokenizer.all_special_ids)
+
+    def ids_of(self, strings: Sequence[str]) -> tuple[int, ...]:
+        """Every id whose text, spaces at its ends aside, is one of `strings`: ``"."`` finds both ``"."`` and ``" ."``.
+
+        Raises:
+            ValueError: no single token has that text, so that stopping there would never happen.
+        """
+        if not strings:
+            return ()
+        texts = [text.strip() for text in self.decode_batch([[i] for i in range(self.named_size)])]
+        found = {wanted: [i for i, text in enumerate(texts) if text == wanted] for wanted in strings}
+        for wanted, ids in found.items():
+            if not ids:
+                raise ValueError(
+                    f"`stop` should hold texts that are one token each, got {wanted!r}, which no token of this "
+                    "vocabulary spells; no response would ever end with it."
+                )
+        return tuple(sorted({i for ids in found.values() for i in ids}))

@@ -1,0 +1,258 @@
+"""`TextGenerationVectorEnv`: N episodes of a text task side by side, in numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.utils import seeding
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space
+from numpy.typing import NDArray
+
+from textenv.mdp import TokenState, initial_state, is_terminated, is_truncated, replace_rows, transition
+from textenv.task import TextTask, check_actions, check_options, observation
+
+RESET_OPTIONS = ("prompt", "prompts", "reset_mask")
+
+
+class TextGenerationVectorEnv(VectorEnv[Any, Any, Any]):
+    """Language generation as N Markov decision processes; see `TextGenerationEnv` for one row's specification.
+
+    Rows are independent: row i has a generator of its own, seeded with ``seed + i``, so that a vector environment equals
+    a `SyncVectorEnv` of single ones. Rows that end in one step are scored in one call.
+
+    Args:
+        num_envs: N.
+        task: prompts, scorer and MDP.
+        autoreset_mode: what happens to a row after its end. ``NEXT_STEP``: the next step ignores its action and resets
+            it; ``SAME_STEP``: it resets at once, its end kept in ``final_obs`` and ``final_info``; ``DISABLED``: call
+            ``reset(options={"reset_mask": mask})`` before stepping it again.
+        render_mode: ``"ansi"``: `render` gives the N texts so far.
+
+    Reset options: ``prompts``, one text or list of ids per row; ``prompt``, one for all rows; ``reset_mask``, a (N,)
+    bool array of the rows to reset.
+    """
+
+    metadata: dict[str, Any] = {"render_modes": ["ansi"], "render_fps": 10}  # noqa: RUF012 - Gymnasium's class attribute
+
+    def __init__(
+        self,
+        num_envs: int,
+        task: TextTask,
+        *,
+        autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
+        render_mode: str | None = "ansi",
+    ) -> None:
+        super().__init__()
+        if isinstance(num_envs, bool) or not isinstance(num_envs, int | np.integer) or num_envs < 1:
+            raise ValueError(f"`num_envs` should be an integer of at least 1, got {num_envs!r}.")
+        if render_mode not in (None, *self.metadata["render_modes"]):
+            raise ValueError(f"`render_mode` should be None or one of {self.metadata['render_modes']}, got {render_mode!r}.")
+        self.num_envs = int(num_envs)
+        self.task = task
+        self.autoreset_mode = AutoresetMode(autoreset_mode)
+        self.metadata = {**self.metadata, "autoreset_mode": self.autoreset_mode}
+        self.render_mode = render_mode
+        self.single_observation_space = task.observation_space()
+        self.single_action_space = task.action_space()
+        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
+        self.action_space = batch_space(self.single_action_space, self.num_envs)
+        self._rngs: list[np.random.Generator] | None = None
+        self._seeds: list[int] = []
+        self._state: TokenState | None = None
+        self._texts: list[str] = []
+        self._ended = np.zeros(self.num_envs, dtype=np.bool_)
+        self._planned_scores: NDArray[np.float64] | None = None
+
+    def reset(
+        self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
+        """Start all rows, or those of ``options["reset_mask"]``, from a prompt.
+
+        Args:
+            seed: an int (row i gets ``seed + i``), one per row, or None to go on with the generators there are.
+            options: see the class.
+
+        Raises:
+            ValueError: unknown option, wrong number of prompts or seeds, or a prompt that cannot be used.
+        """
+        options = check_options(options, RESET_OPTIONS)
+        rows = self._rows_to_reset(options)
+        prompts = self._prompts_asked_for(options)
+        self._seed_rows(seed, rows)
+        new = self._start_rows(rows, prompts)
+        self._state = new if len(rows) == self.num_envs else replace_rows(self._state_now(), rows, new)
+        self._ended[rows] = False
+        return observation(self._state), self._infos({"prompt": [self._texts[row] for row in rows]}, rows)
+
+    def step(
+        self, actions: NDArray[Any]
+    ) -> tuple[dict[str, NDArray[Any]], NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_], dict[str, Any]]:
+        """Append one token to every running row.
+
+        Args:
+            actions: (N,) token ids.
+
+        Returns:
+            observations (N, L), rewards (N,) (the score at an episode's last token, else 0), terminations, truncations,
+            infos.
+
+        Raises:
+            ValueError: actions of a wrong shape or outside the vocabulary.
+            ScorerError: see `call_scorer`.
+            gymnasium.error.ResetNeeded: before `reset`, or (``DISABLED``) on a row that has ended.
+        """
+        mdp = self.task.mdp
+        state = self._state_now()
+        actions = check_actions(actions, self.num_envs, mdp.vocab_size)
+        if self.autoreset_mode is AutoresetMode.DISABLED and self._planned_scores is None and self._ended.any():
+            raise gym.error.ResetNeeded(
+                f"Row {int(self._ended.argmax())} has ended; with autoreset_mode DISABLED call "
+                'reset(options={"reset_mask": ended}) before stepping it again.'
+            )
+        idle = self._ended  # rows whose action is ignored: they ended one step ago
+        moving = np.flatnonzero(~idle)
+        state = transition(mdp, state, actions, None if len(moving) == self.num_envs else moving)
+        stopped = is_terminated(mdp, actions) & ~idle
+        cut = is_truncated(mdp, state, stopped) & ~idle
+        ended = stopped | cut
+
+        rewards, infos = np.zeros(self.num_envs), {}
+        if ended.any():
+            rows = np.flatnonzero(ended)
+            planned = None if self._planned_scores is None else self._planned_scores[rows]
+            ends = self.task.episode_ends(state, self._texts, rows, stopped, planned)
+            rewards[rows] = np.nan_to_num(ends["score"])
+            infos = self._infos(ends, rows)
+        self._state, self._ended = state, ended
+        if self._planned_scores is not None:
+            self._ended = idle | ended  # replay: a row that has ended stays where it is
+        infos = self._autoreset(infos, idle, ended)
+        if self.task.length_limit == "terminate":
+            stopped, cut = ended, np.zeros_like(cut)
+        return observation(self._state), rewards, stopped, cut, infos
+
+    def render(self) -> tuple[str, ...] | None:  # type: ignore[override]
+        """The N texts so far (``"ansi"``), or None without a render mode."""
+        if self.render_mode is None:
+            gym.logger.warn('`render` shows nothing: make the environment with render_mode="ansi".')
+            return None
+        texts = self.task.response_texts(self._state_now(), range(self.num_envs))
+        return tuple(prompt + text for prompt, text in zip(self._texts, texts, strict=True))
+
+    def plan(self, scores: NDArray[np.float64] | None, idle_rows: NDArray[np.bool_] | None = None) -> None:
+        """Enter or leave replay: responses are known ahead, so scores are given and ended rows stay as they are.
+
+        Args:
+            scores: (N,) scores of the rows' coming ends, or None to leave replay; `reset` comes next then.
+            idle_rows: (N,) True on rows that hold no response.
+        """
+        self._planned_scores = scores
+        if scores is None:
+            self._state = None
+        elif idle_rows is not None:
+            self._ended = idle_rows.copy()
+
+    def _state_now(self) -> TokenState:
+        if self._state is None:
+            raise gym.error.ResetNeeded("Call reset() first: no episode has been started.")
+        return self._state
+
+    def _autoreset(
+        self, infos: dict[str, Any], idle: NDArray[np.bool_], ended: NDArray[np.bool_]
+    ) -> dict[str, Any]:
+        """Bring ended rows to what the mode promises, and add its infos."""
+        assert self._state is not None
+        same_step = self.autoreset_mode is AutoresetMode.SAME_STEP
+        if same_step and ended.any():
+            rows = np.flatnonzero(ended)
+            final = observation(self._state)
+            final_obs = np.full(self.num_envs, None, dtype=object)
+            for row in rows:
+                final_obs[row] = {key: array[row].copy() for key, array in final.items()}
+            infos = {"final_obs": final_obs, "_final_obs": ended.copy(), "final_info": infos, "_final_info": ended.copy()}
+        due = ended if same_step else idle if self.autoreset_mode is AutoresetMode.NEXT_STEP else ended & False
+        if self._planned_scores is not None or not due.any():
+            return infos
+        rows = np.flatnonzero(due)
+        self._state = replace_rows(self._state, rows, self._start_rows(rows, [None] * self.num_envs))
+        self._ended[rows] = False
+        return self._infos({"prompt": [self._texts[row] for row in rows]}, rows, infos)
+
+    def _start_rows(self, rows: NDArray[np.int64], prompts: Sequence[Any]) -> TokenState:
+        """Draw or take a prompt for each row; returns the state of those rows alone."""
+        assert self._rngs is not None
+        started = [self.task.start(prompts[row], self._rngs[row]) for row in rows]
+        if len(self._texts) != self.num_envs:
+            self._texts = [""] * self.num_envs
+        for row, (text, _) in zip(rows, started, strict=True):
+            self._texts[row] = text
+        return initial_state(self.task.mdp, [ids for _, ids in started])
+
+    def _infos(
+        self, columns: dict[str, list[Any]], rows: NDArray[np.int64], infos: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Add columns to infos in Gymnasium's convention: an (N,) array per key and a bool array ``_key``."""
+        infos = {} if infos is None else infos
+        for key, values in columns.items():
+            mask = infos.setdefault(f"_{key}", np.zeros(self.num_envs, dtype=np.bool_))
+            if key not in infos:
+                numeric = type(values[0]) in (bool, int, float)
+                infos[key] = (
+                    np.zeros(self.num_envs, type(values[0])) if numeric else np.full(self.num_envs, None, object)
+                )
+            infos[key][rows] = values
+            mask[rows] = True
+        return infos
+
+    def _rows_to_reset(self, options: dict[str, Any]) -> NDArray[np.int64]:
+        mask = options.get("reset_mask")
+        if mask is None:
+            return np.arange(self.num_envs)
+        if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_ or mask.shape != (self.num_envs,) or not mask.any():
+            raise ValueError(
+                f"`reset_mask` should be a bool array of shape ({self.num_envs},) with at least one True, got {mask!r}."
+            )
+        return np.flatnonzero(mask)
+
+    def _prompts_asked_for(self, options: dict[str, Any]) -> Sequence[Any]:
+        """One prompt or None per row."""
+        if "prompts" not in options:
+            return [options.get("prompt")] * self.num_envs
+        prompts = options["prompts"]
+        if "prompt" in options or isinstance(prompts, str) or len(prompts) != self.num_envs:
+            raise ValueError(
+                f"`prompts` should hold one prompt per row ({self.num_envs}; those outside `reset_mask` are ignored), "
+                f"and no `prompt` beside it, got {prompts!r}."
+            )
+        return list(prompts)
+
+    def _seed_rows(self, seed: int | Sequence[int | None] | None, rows: NDArray[np.int64]) -> None:
+        """Give each row the generator that a single environment with its seed would have."""
+        if self._rngs is None:
+            fresh = [seeding.np_random() for _ in range(self.num_envs)]
+            self._rngs, self._seeds = [rng for rng, _ in fresh], [used for _, used in fresh]
+        if seed is None:
+            return
+        seeds = [seed + i for i in range(self.num_envs)] if isinstance(seed, int | np.integer) else list(seed)
+        if len(seeds) != self.num_envs:
+            raise ValueError(f"`seed` should be an int or {self.num_envs} of them, got {len(seeds)}.")
+        for row in rows:
+            if seeds[row] is not None:
+                self._rngs[row], self._seeds[row] = seeding.np_random(int(seeds[row]))  # type: ignore[arg-type]
+
+    @property
+    def np_random(self) -> tuple[np.random.Generator, ...]:  # type: ignore[override]
+        """The rows' generators."""
+        self._seed_rows(None, np.arange(self.num_envs))
+        assert self._rngs is not None
+        return tuple(self._rngs)
+
+    @property
+    def np_random_seed(self) -> tuple[int, ...]:  # type: ignore[override]
+        """The rows' seeds."""
+        self._seed_rows(None, np.arange(self.num_envs))
+        return tuple(self._seeds)

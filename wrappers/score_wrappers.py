@@ -1,0 +1,77 @@
+"""`MissingEOSPenalty` and `NormalizeScore` for one environment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.utils import RecordConstructorArgs
+
+from textenv.wrappers.scores import MissingEOS, Normalize, ScoreShaper, shape_scores
+
+
+class ScoreWrapper(gym.Wrapper[Any, Any, Any, Any], RecordConstructorArgs):
+    """Replaces the score inside the last reward by a shaped one; per-token rewards are left alone.
+
+    Args:
+        env: a text environment.
+        shaper: scores and finish reasons to scores.
+    """
+
+    def __init__(self, env: gym.Env[Any, Any], shaper: ScoreShaper) -> None:
+        gym.Wrapper.__init__(self, env)
+        self.shaper = shaper
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """Step the environment; at an episode's end exchange the score."""
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        if "score" in info:
+            old = float(info.get("shaped_score", info["score"]))
+            new = float(shape_scores(self.shaper, np.array([old]), [info["finish_reason"]])[0])
+            info = {**info, "shaped_score": new}
+            reward = float(reward) + (new - old if np.isfinite(new) else 0.0)
+        return observation, float(reward), terminated, truncated, info
+
+
+class MissingEOSPenalty(ScoreWrapper):
+    """Lowers the score of responses that never stopped.
+
+    Example:
+        Scores 1.2 (stopped) and 1.2 (cut by the budget) become 1.2 and 0.2 with ``penalty=1.0``; with
+        ``mode="replace"`` 1.2 and -1.0.
+
+        >>> import numpy as np
+        >>> from textenv.wrappers.scores import missing_eos_scores
+        >>> missing_eos_scores(np.array([1.2, 1.2]), ["stop", "length"], 1.0, "replace").tolist()
+        [1.2, -1.0]
+
+    Args:
+        env: a text environment.
+        penalty: at least 0; it is subtracted.
+        mode: ``"subtract"`` it from the score, or ``"replace"`` the score by its negative.
+
+    Raises:
+        ValueError: a negative or non-finite penalty, or an unknown mode.
+    """
+
+    def __init__(self, env: gym.Env[Any, Any], penalty: float = 1.0, mode: str = "subtract") -> None:
+        RecordConstructorArgs.__init__(self, penalty=penalty, mode=mode)
+        super().__init__(env, MissingEOS(penalty, mode))
+
+
+class NormalizeScore(ScoreWrapper):
+    """Scores of mean 0 and standard deviation 1, over fixed figures or all scores so far.
+
+    Only the score is normalised, never the tolls beside it. Gymnasium's `NormalizeReward` divides by the deviation of
+    discounted returns, which on episodes with one terminal reward depends on their length and on the autoreset mode.
+
+    Args:
+        env: a text environment.
+        mean: fixed mean (of the reference's scores, say); None for the running one.
+        std: fixed standard deviation; None for the running one.
+    """
+
+    def __init__(self, env: gym.Env[Any, Any], mean: float | None = None, std: float | None = None) -> None:
+        RecordConstructorArgs.__init__(self, mean=mean, std=std)
+        super().__init__(env, Normalize(mean, std))

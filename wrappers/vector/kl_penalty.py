@@ -1,0 +1,81 @@
+"""`KLPenalty` for vector environments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from gymnasium.vector import VectorEnv, VectorWrapper
+from numpy.typing import NDArray
+
+from textenv.wrappers.kl import KLLeash, Logprobs
+from textenv.wrappers.kl_penalty import _reference_of
+from textenv.wrappers.vector.infos import reset_rows, resets_next_step, with_end_infos
+
+
+class KLPenalty(VectorWrapper[Any, Any, Any, Any, Any]):
+    """Subtracts ``kl_coef * (log pi(a) - log pi_ref(a))`` from every token's reward; see `textenv.wrappers.KLPenalty`.
+
+    Args:
+        env: a vector text environment.
+        ref_logprobs: ``(observations, actions) -> (N,)`` under the reference; None for the reference of the task.
+        policy_logprobs: the same under the policy that acts; see `attach_policy`.
+        kl_coef: at least 0.
+        target_kl: nats per response to steer to; None for a fixed coefficient.
+        episodes_per_update: the controller moves once per so many finished episodes; None: N.
+
+    Raises:
+        ValueError: kl_coef negative or NaN, target_kl not positive.
+    """
+
+    def __init__(
+        self,
+        env: VectorEnv[Any, Any, Any],
+        ref_logprobs: Logprobs | None = None,
+        policy_logprobs: Logprobs | None = None,
+        *,
+        kl_coef: float = 0.05,
+        target_kl: float | None = None,
+        episodes_per_update: int | None = None,
+    ) -> None:
+        super().__init__(env)
+        reference = ref_logprobs if ref_logprobs is not None else _reference_of(env)
+        self.leash = KLLeash(env.num_envs, reference, policy_logprobs, kl_coef, target_kl, episodes_per_update)
+        self._observations: dict[str, Any] = {}
+        self._resetting = np.zeros(env.num_envs, dtype=np.bool_)
+
+    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Reset the environments and the KL of the rows concerned."""
+        rows = reset_rows(options)
+        self._observations, infos = self.env.reset(seed=seed, options=options)
+        self.leash.restart(rows)
+        self._resetting[rows] = False
+        return self._observations, infos
+
+    def step(self, actions: NDArray[Any]) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        """Step the environments and charge the tolls; a row that only resets pays none."""
+        before, live = self._observations, ~self._resetting
+        self._observations, rewards, terminations, truncations, infos = self.env.step(actions)
+        kl_coef = self.leash.kl_coef
+        tolls = self.leash.tolls(before, np.asarray(actions), live)
+        ended = np.logical_or(terminations, truncations)
+        if ended.any():
+            kl = np.zeros(self.num_envs)
+            kl[ended] = self.leash.finish(np.flatnonzero(ended))
+            infos = with_end_infos(infos, {"kl": kl, "kl_coef": np.full(self.num_envs, kl_coef)}, ended)
+        if resets_next_step(self.env):
+            self._resetting = ended
+        return self._observations, rewards - tolls, terminations, truncations, infos
+
+    def attach_policy(self, policy_logprobs: Logprobs, reference: Logprobs | None = None) -> None:
+        """Take log-probabilities from the acting policy, and from its own reference where it carries one."""
+        self.leash.attach(policy_logprobs, reference)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs to go on."""
+        return self.leash.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict`."""
+        self.leash.load_state_dict(state)
