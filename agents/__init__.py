@@ -1,1 +1,15 @@
-"""Agents."""
+"""Agents that plug into text environments. They load torch; `textenv` itself does not."""
+
+from textenv.optional import require
+
+for _module in ("torch", "transformers", "peft", "jaxtyping", "safetensors"):
+    require(_module, "train", "textenv.agents")
+
+from textenv.agents.config import PPOConfig  # noqa: E402
+from textenv.agents.language_model import LanguageModelPolicy  # noqa: E402
+from textenv.agents.policy import Policy  # noqa: E402
+from textenv.agents.ppo import PPO  # noqa: E402
+from textenv.agents.table import TablePolicy  # noqa: E402
+from textenv.agents.training import attach  # noqa: E402
+
+__all__ = ["PPO", "LanguageModelPolicy", "PPOConfig", "Policy", "TablePolicy", "attach"]

@@ -6,6 +6,7 @@ import copy
 import doctest
 import itertools
 import pickle
+import re
 from dataclasses import replace
 from types import ModuleType
 
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from textenv import oracle, toy
+from textenv import oracle_evaluation, oracle_listing, oracle_optimum, toy, toy_reference, toy_text
 from textenv.toy import ToyLanguage, ToyReference, ToyTokenizer, standard_toy
 
 FORBIDDEN = -np.inf
@@ -35,7 +36,7 @@ def small(**changes) -> ToyLanguage:
     return ToyLanguage(**(arguments | changes))
 
 
-@pytest.mark.parametrize("module", [toy, oracle])
+@pytest.mark.parametrize("module", [toy, toy_reference, toy_text, oracle_listing, oracle_optimum, oracle_evaluation])
 def test_docstring_examples_run(module: ModuleType):
     assert doctest.testmod(module).failed == 0
 
@@ -115,11 +116,19 @@ class TestText:
     def test_empty_and_array(self):
         assert ToyTokenizer().decode([]) == ""
         assert ToyTokenizer().encode("") == []
-        assert ToyTokenizer().decode(np.array([3, 0], dtype=np.int32)) == "3 0"
+        assert ToyTokenizer().decode(np.array([3, 0], dtype=np.int32)) == " 3 0"
 
-    @pytest.mark.parametrize("text", ["3  3", " 3", "3\n", "03", "-1", "3.0", "three", "٣"])
-    def test_refuses_text_that_would_change(self, text: str):
-        with pytest.raises(ValueError, match="decimal ids"):
+    def test_texts_read_on_when_they_are_put_together(self):
+        tokenizer = ToyTokenizer()
+        assert tokenizer.decode([0]) + tokenizer.decode([3, 3, 0]) == " 0 3 3 0" == tokenizer.decode([0, 3, 3, 0])
+
+    @pytest.mark.parametrize("text", ["3 12 0", " 3 12 0", "3  12\t0", " 3 12\n0\n"])
+    def test_any_whitespace_separates(self, text: str):
+        assert ToyTokenizer().encode(text) == [3, 12, 0]
+
+    @pytest.mark.parametrize("text", ["3,3", "03", "-1", "+1", "3.0", "1_0", "three", "٣"])
+    def test_refuses_words_that_would_change(self, text: str):
+        with pytest.raises(ValueError, match=f"decimal ids .* got '{re.escape(text)}'"):
             ToyTokenizer().encode(text)
 
     def test_refuses_ids_that_are_none(self):
@@ -128,7 +137,7 @@ class TestText:
 
     def test_the_scorer_reads_the_text(self):
         scores = standard_toy().scorer(
-            ["0", "0"], ["3 3 3 3 3 3 3 3", "3 3 3 3 3 3 3 0"], finish_reason=["length", "stop"]
+            [" 0", " 0"], [" 3 3 3 3 3 3 3 3", " 3 3 3 3 3 3 3 0"], finish_reason=["length", "stop"]
         )
         assert scores.tolist() == [3.0, 3.5]
         with pytest.raises(ValueError, match="equally long, got 1 and 2"):

@@ -8,11 +8,12 @@ import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
+from textenv.checks import check_actions, check_options
 from textenv.mdp import TokenState, initial_state, is_terminated, is_truncated, transition
-from textenv.task import TextTask, check_actions, check_options, observation
+from textenv.task import TextTask, observation
 
 
-class TextGenerationEnv(gym.Env[dict[str, NDArray[Any]], np.int64]):
+class TextGenerationEnv(gym.Env[dict[str, Any], np.int64]):
     """Writing a response to a prompt, one token per step.
 
     ## Action space
@@ -31,8 +32,8 @@ class TextGenerationEnv(gym.Env[dict[str, NDArray[Any]], np.int64]):
 
     ## Episode end
     - Termination: the action was a stop id, which belongs to the response. ``info["finish_reason"] == "stop"``.
-    - Truncation: T tokens without a stop id, ``"length"``; never both. The budget belongs to the task: a response's value
-      beyond its last token is 0 either way. ``length_limit="terminate"`` reports it as termination.
+    - Truncation: T tokens without a stop id, ``"length"``; never both. The budget belongs to the task: a response's
+      value beyond its last token is 0 either way. ``length_limit="terminate"`` reports it as termination.
 
     ## Info
     At reset ``prompt``; at an episode's end ``prompt, response, score, finish_reason, response_length``.
@@ -49,7 +50,10 @@ class TextGenerationEnv(gym.Env[dict[str, NDArray[Any]], np.int64]):
 
     def __init__(self, task: TextTask, *, render_mode: str | None = "ansi") -> None:
         if render_mode not in (None, *self.metadata["render_modes"]):
-            raise ValueError(f"`render_mode` should be None or one of {self.metadata['render_modes']}, got {render_mode!r}.")
+            raise ValueError(
+                f"`render_mode` should be None or one of {self.metadata['render_modes']}, got {render_mode!r}. Choose "
+                "one of them."
+            )
         self.task = task
         self.render_mode = render_mode
         self.observation_space = task.observation_space()
@@ -77,9 +81,7 @@ class TextGenerationEnv(gym.Env[dict[str, NDArray[Any]], np.int64]):
             self.render()
         return self._observation(), {"prompt": self._text}
 
-    def step(
-        self, action: int | np.integer[Any]
-    ) -> tuple[dict[str, NDArray[Any]], float, bool, bool, dict[str, Any]]:
+    def step(self, action: int | np.integer[Any]) -> tuple[dict[str, NDArray[Any]], float, bool, bool, dict[str, Any]]:
         """Append one token.
 
         Raises:
@@ -90,8 +92,10 @@ class TextGenerationEnv(gym.Env[dict[str, NDArray[Any]], np.int64]):
         mdp = self.task.mdp
         state = self._state_now()
         if self._ended:
-            raise gym.error.ResetNeeded("The episode has ended; call reset() before the next step.")
-        actions = check_actions(np.asarray(action)[None], 1, mdp.vocab_size)
+            raise gym.error.ResetNeeded(
+                "An episode should be running, but this one has ended: call reset() before step()."
+            )
+        actions = check_actions(action, (), mdp.vocab_size)[None]
         self._state = state = transition(mdp, state, actions)
         stopped = is_terminated(mdp, actions)
         cut = is_truncated(mdp, state, stopped)
@@ -107,7 +111,7 @@ class TextGenerationEnv(gym.Env[dict[str, NDArray[Any]], np.int64]):
             stopped, cut = stopped | cut, cut & False
         return self._observation(), reward, bool(stopped[0]), bool(cut[0]), info
 
-    def render(self) -> str | None:  # type: ignore[override]
+    def render(self) -> str | None:
         """The text so far (``"ansi"``), or print what is new of it (``"human"``)."""
         if self.render_mode is None:
             gym.logger.warn('`render` shows nothing: make the environment with render_mode="ansi".')
@@ -125,5 +129,5 @@ class TextGenerationEnv(gym.Env[dict[str, NDArray[Any]], np.int64]):
 
     def _state_now(self) -> TokenState:
         if self._state is None:
-            raise gym.error.ResetNeeded("Call reset() first: no episode has been started.")
+            raise gym.error.ResetNeeded("An episode should be running, but none was started: call reset() first.")
         return self._state

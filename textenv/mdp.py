@@ -61,7 +61,7 @@ class TokenMDP:
             if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
                 raise ValueError(
                     f"`{name}` should be an integer of at least 1, got {value!r}. With it no token could be placed and "
-                    "every episode would be over before its first action."
+                    "every episode would be over before its first action. Give it room for at least one token."
                 )
         for name, ids in (("stop_ids", self.stop_ids), ("pad_id", (self.pad_id,))):
             outside = [i for i in ids if not 0 <= i < self.vocab_size]
@@ -123,9 +123,10 @@ def transition(
 
 def replace_rows(state: TokenState, rows: NDArray[np.int64], new: TokenState) -> TokenState:
     """The state with `rows` taken from `new` (whose rows are those alone), in arrays of its own."""
-    merged = TokenState(*(array.copy() for array in state))
-    for old_array, new_array in zip(merged, new, strict=True):
-        old_array[rows] = new_array
+    merged = TokenState(state.input_ids.copy(), state.attention_mask.copy(), state.response_lengths.copy())
+    merged.input_ids[rows] = new.input_ids
+    merged.attention_mask[rows] = new.attention_mask
+    merged.response_lengths[rows] = new.response_lengths
     return merged
 
 

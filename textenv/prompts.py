@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +23,14 @@ class Tokenizer(Protocol):
         ...
 
 
-Prompt = str | Sequence[int] | NDArray[np.integer]
+class EncodedPrompt(NamedTuple):
+    """A prompt as `encode_prompt` gives it. Used as a prompt again, text and ids stay as they are."""
+
+    text: str
+    ids: tuple[int, ...]
+
+
+Prompt = str | EncodedPrompt | Sequence[int] | NDArray[np.integer]
 """A prompt as a text or as token ids."""
 
 
@@ -81,32 +89,43 @@ class PromptSet:
         """Tokens of the longest prompt."""
         return max(map(len, self.ids))
 
-    def draw(self, rng: np.random.Generator) -> tuple[str, tuple[int, ...]]:
+    def draw(self, rng: np.random.Generator) -> EncodedPrompt:
         """One prompt, every one equally likely."""
         row = int(rng.integers(len(self.texts)))
-        return self.texts[row], self.ids[row]
+        return EncodedPrompt(self.texts[row], self.ids[row])
 
 
-def encode_prompt(prompt: Prompt, tokenizer: Tokenizer, vocab_size: int, name: str) -> tuple[str, tuple[int, ...]]:
+def encode_prompt(prompt: Prompt, tokenizer: Tokenizer, vocab_size: int, name: str) -> EncodedPrompt:
     """Text and ids of one prompt.
 
     Raises:
-        ValueError: it is empty, or holds ids outside the vocabulary. `name` says which prompt it is.
+        ValueError: it is neither text nor ids, is empty, or holds ids outside the vocabulary. `name` says which it is.
     """
-    if isinstance(prompt, str):
-        text, ids = prompt, tuple(int(i) for i in tokenizer.encode(prompt))
-    else:
-        ids = tuple(int(i) for i in prompt)
-        outside = [i for i in ids if not 0 <= i < vocab_size]
-        if outside:
-            raise ValueError(f"{name} should hold token ids in [0, {vocab_size}), got {outside[:5]}.")
-        text = tokenizer.decode(ids)
+    if isinstance(prompt, EncodedPrompt):
+        return prompt
+    ids = _as_ids(tokenizer.encode(prompt) if isinstance(prompt, str) else prompt, name)
+    outside = [i for i in ids if not 0 <= i < vocab_size]
+    if outside:
+        raise ValueError(
+            f"{name} should hold token ids in [0, {vocab_size}), got {outside[:5]}. They have no embedding; encode the "
+            "prompt with the tokenizer of the model."
+        )
     if not ids:
         raise ValueError(
             f"{name} should have at least one token, got {prompt!r}. A language model needs a token to start from; use "
             "its beginning-of-sequence token, or a word."
         )
-    return text, ids
+    return EncodedPrompt(prompt if isinstance(prompt, str) else tokenizer.decode(ids), ids)
+
+
+def _as_ids(values: Any, name: str) -> tuple[int, ...]:
+    try:
+        return tuple(operator.index(value) for value in values)
+    except TypeError as error:
+        raise ValueError(
+            f"{name} should be a text or a list of token ids (integers), got {values!r}. Pass the text itself, or "
+            "its ids."
+        ) from error
 
 
 def decoder(tokenizer: Tokenizer) -> Callable[[Sequence[Sequence[int]]], list[str]]:

@@ -15,6 +15,4 @@ def register_envs() -> None:
     """Register every id, single and vector, once."""
     for env_id, module in ENTRY_POINTS.items():
         if env_id not in gym.registry:
-            gym.register(
-                env_id, entry_point=f"{module}:make_env", vector_entry_point=f"{module}:make_vector_env"
-            )
+            gym.register(env_id, entry_point=f"{module}:make_env", vector_entry_point=f"{module}:make_vector_env")

@@ -1,15 +1,15 @@
 """Whole responses through the wrapped environments: the rewards that stepping would give, from a few batched calls.
 
-An engine writes responses in one go. Stepping them token by token through the environments is cheap integer work, as long
-as nobody calls a model per token; so scores and log-probabilities are computed once for the whole batch and handed to the
-layers that want them, and the layers, third-party Gymnasium wrappers included, stay the only source of rewards.
+An engine writes responses in one go. Stepping them token by token through the environments is cheap integer work, as
+long as nobody calls a model per token; so scores and log-probabilities are computed once for the whole batch and handed
+to the layers that want them, and the layers, third-party Gymnasium wrappers included, stay the only source of rewards.
 
 Legend: N environments, B responses (any number), T response tokens at most, L = P + T.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +17,14 @@ import numpy as np
 from gymnasium.vector import VectorEnv
 from numpy.typing import NDArray
 
-from textenv.mdp import TokenMDP, TokenState, initial_state
-from textenv.prompts import Prompt
-from textenv.scoring import call_scorer
+from textenv.layers import attach_policy, layers, text_envs
+from textenv.mdp import TokenMDP, TokenState
+from textenv.prompts import EncodedPrompt, Prompt
+from textenv.scoring import call_scorer, check_scores
 from textenv.task import TextTask
-from textenv.vector_env import TextGenerationVectorEnv
+from textenv.whole import check_logprobs, whole_logprobs, whole_responses
+
+__all__ = ["Replay", "attach_policy", "layers", "replay", "text_envs", "whole_responses"]
 
 
 @dataclass(frozen=True)
@@ -49,66 +52,6 @@ class Replay:
     infos: dict[str, NDArray[Any]]
 
 
-def layers(envs: VectorEnv[Any, Any, Any]) -> Iterator[Any]:
-    """The wrapped environment and everything inside it, outermost first."""
-    while envs is not envs.unwrapped:
-        yield envs
-        envs = envs.env  # type: ignore[attr-defined]
-    yield envs
-
-
-def text_envs(envs: VectorEnv[Any, Any, Any]) -> TextGenerationVectorEnv:
-    """The text environments at the bottom of a stack of vector wrappers.
-
-    Raises:
-        TypeError: there are none.
-    """
-    base = getattr(envs, "unwrapped", envs)
-    if not isinstance(base, TextGenerationVectorEnv):
-        raise TypeError(
-            f"Expected vector text environments (a TextGenerationVectorEnv, wrapped or not), got {type(base).__name__}. "
-            'Make them with gym.make_vec("RLHF-v0", num_envs=...); for one environment use num_envs=1.'
-        )
-    return base
-
-
-def attach_policy(envs: VectorEnv[Any, Any, Any], policy_logprobs: Any, reference: Any = None) -> None:
-    """Hand a policy's log-probabilities, and its own reference where it carries one, to every layer that wants them."""
-    for layer in layers(envs):
-        if "attach_policy" in dir(type(layer)):
-            layer.attach_policy(policy_logprobs, reference)
-
-
-def whole_responses(
-    mdp: TokenMDP, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int] | NDArray[Any]]
-) -> TokenState:
-    """The final states (B rows) of given responses.
-
-    Raises:
-        ValueError: a response that no episode could have produced (empty, over the budget, going on after a stop id, or
-            ending without one below the budget), or ids outside the vocabulary.
-    """
-    if len(prompts) != len(responses):
-        raise ValueError(f"There should be one response per prompt, got {len(prompts)} and {len(responses)}.")
-    state = initial_state(mdp, prompts)
-    for row, response in enumerate(responses):
-        ids = np.asarray(response)
-        if ids.ndim != 1 or not 1 <= len(ids) <= mdp.max_response_tokens:
-            raise ValueError(f"responses[{row}] should hold 1 to {mdp.max_response_tokens} token ids, got shape {ids.shape}.")
-        if ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= mdp.vocab_size:
-            raise ValueError(f"responses[{row}] should hold token ids in [0, {mdp.vocab_size}), got {ids.tolist()}.")
-        stops = mdp.is_stop[ids]
-        if stops[:-1].any() or not (stops[-1] or len(ids) == mdp.max_response_tokens):
-            raise ValueError(
-                f"responses[{row}] should end at its first stop id {mdp.stop_ids} or at {mdp.max_response_tokens} tokens,"
-                f" got {ids.tolist()}. Stepping it would end the episode elsewhere."
-            )
-        state.input_ids[row, mdp.max_prompt_tokens : mdp.max_prompt_tokens + len(ids)] = ids
-        state.attention_mask[row, mdp.max_prompt_tokens : mdp.max_prompt_tokens + len(ids)] = 1
-        state.response_lengths[row] = len(ids)
-    return state
-
-
 def replay(
     envs: VectorEnv[Any, Any, Any],
     prompts: Sequence[Prompt],
@@ -125,109 +68,134 @@ def replay(
         prompts: B texts or lists of ids.
         responses: B lists of ids, each ending at its first stop id or at the budget.
         scores: (B,) where known; else the scorer is called once.
-        logprobs: (B, T) under the policy where known; else the attached policy is called once.
-        ref_logprobs: (B, T) under the reference where known; else it is called once.
+        logprobs: (B, T) under the policy of the outermost `KLPenalty` where known; else it is called once.
+        ref_logprobs: (B, T) under the reference of the outermost `KLPenalty` where known; else it is called once.
 
     Returns:
         Rewards and everything that describes the episodes.
 
     Raises:
-        ValueError: see `whole_responses`.
+        ValueError: see `whole_responses`; prompts that cannot be used, or arrays of a wrong shape.
         ScorerError: see `call_scorer`.
     """
     base = text_envs(envs)
-    task = base.task
-    started = [task.start(prompt, np.random.default_rng()) for prompt in prompts]
-    texts, ids = [text for text, _ in started], [ids for _, ids in started]
-    state = whole_responses(task.mdp, ids, responses)
-    if scores is None:
-        scores = call_scorer(task.scorer, texts, task.response_texts(state, range(len(ids))), task.scorer_errors)
-    leashes = [layer.leash for layer in layers(envs) if "leash" in vars(layer)]
-    if leashes:
-        logprobs = _known(logprobs, leashes[0].policy_logprobs, state, task.mdp)
-        ref_logprobs = _known(ref_logprobs, leashes[0].ref_logprobs, state, task.mdp) if logprobs is not None else None
-    parts = []
-    for start in range(0, len(ids), base.num_envs):
-        rows = slice(start, start + base.num_envs)
-        planned = [None if array is None else np.asarray(array, np.float64)[rows] for array in (logprobs, ref_logprobs)]
-        parts.append(_replay_rows(envs, task, texts[rows], ids[rows], state, rows, np.asarray(scores)[rows], planned))
-    merged = {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
-    infos = {key.removeprefix("info:"): values for key, values in merged.items() if key.startswith("info:")}
+    started = [base.task.encode(prompt, f"prompts[{row}]") for row, prompt in enumerate(prompts)]
+    state = whole_responses(base.task.mdp, [prompt.ids for prompt in started], responses)
+    scores = _scores(base.task, started, state, scores)
+    plans = _plan_tolls(envs, state, base.task.mdp, logprobs, ref_logprobs)
+    parts = [
+        _replay_rows(envs, started, state, slice(start, start + base.num_envs), scores, plans)
+        for start in range(0, len(started), base.num_envs)
+    ]
+    merged = _merge(parts)
     return Replay(
-        state.input_ids,
-        state.attention_mask,
-        merged["rewards"],
-        merged["response_mask"],
-        merged["terminated"],
-        merged["truncated"],
-        np.asarray(scores, dtype=np.float64),
-        infos,
+        input_ids=state.input_ids,
+        attention_mask=state.attention_mask,
+        rewards=merged.pop("rewards"),
+        response_mask=merged.pop("response_mask"),
+        terminated=merged.pop("terminated"),
+        truncated=merged.pop("truncated"),
+        scores=scores,
+        infos={key.removeprefix("info:"): values for key, values in merged.items()},
     )
 
 
-def _known(given: NDArray[Any] | None, model: Any, state: TokenState, mdp: TokenMDP) -> NDArray[Any] | None:
-    """Log-probabilities (B, T): as given, or from one call of the model, or (per-token callables) one per column."""
-    if given is not None or model is None:
-        return given
-    if hasattr(model, "response_logprobs"):
-        whole: NDArray[Any] = model.response_logprobs(
-            state.input_ids, state.attention_mask, mdp.max_response_tokens
-        )
-        return whole
-    columns = []
-    for token in range(mdp.max_response_tokens):
-        seen = np.minimum(mdp.max_prompt_tokens + token, mdp.max_prompt_tokens + state.response_lengths - 1)
-        mask = np.where(np.arange(mdp.length) < seen[:, None], state.attention_mask, 0).astype(np.int8)
-        actions = state.input_ids[np.arange(len(seen)), seen]
-        prefix = np.where(np.arange(mdp.length) < seen[:, None], state.input_ids, mdp.pad_id).astype(np.int32)
-        columns.append(model({"input_ids": prefix, "attention_mask": mask}, actions))
-    return np.stack(columns, axis=1)
+def _scores(
+    task: TextTask, prompts: Sequence[EncodedPrompt], state: TokenState, given: NDArray[Any] | None
+) -> NDArray[np.float64]:
+    """Scores (B,), from one call of the scorer where they are not given."""
+    texts, responses = [prompt.text for prompt in prompts], task.response_texts(state, range(len(prompts)))
+    if given is not None:
+        return check_scores(given, texts, responses, task.scorer_errors)
+    return call_scorer(task.scorer, texts, responses, task.scorer_errors)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What one layer's leash will be told: (B, T) log-probabilities under both models, or None to leave it as it is."""
+
+    leash: Any
+    logprobs: NDArray[np.float64] | None
+    ref_logprobs: NDArray[np.float64] | None
+
+    def enter(self, rows: slice, num_envs: int) -> None:
+        arrays = (None if array is None else array[rows] for array in (self.logprobs, self.ref_logprobs))
+        self.leash.plan(*(None if a is None else np.pad(a, ((0, num_envs - len(a)), (0, 0))) for a in arrays))
+
+
+def _plan_tolls(
+    envs: VectorEnv[Any, Any, Any],
+    state: TokenState,
+    mdp: TokenMDP,
+    logprobs: NDArray[Any] | None,
+    ref_logprobs: NDArray[Any] | None,
+) -> list[_Plan]:
+    """Log-probabilities for every layer that charges a toll; a model that several of them share is called once."""
+    leashes = [layer.leash for layer in layers(envs) if "leash" in vars(layer)]
+    known: dict[tuple[str, int], NDArray[np.float64] | None] = {}
+
+    def of(name: str, model: Any, given: NDArray[Any] | None) -> NDArray[np.float64] | None:
+        key = (name, id(model))
+        if key not in known:
+            whole = given if given is not None or model is None else whole_logprobs(model, state, mdp)
+            known[key] = None if whole is None else check_logprobs(whole, name, state, mdp)
+        return known[key]
+
+    plans = []
+    for place, leash in enumerate(leashes):
+        policy = of("logprobs", leash.policy_logprobs, logprobs if place == 0 else None)
+        wanted = policy is not None  # without a policy the toll is 0, whatever the reference says
+        reference = of("ref_logprobs", leash.ref_logprobs, ref_logprobs if place == 0 else None) if wanted else None
+        plans.append(_Plan(leash, policy, reference))
+    return plans
 
 
 def _replay_rows(
     envs: VectorEnv[Any, Any, Any],
-    task: TextTask,
-    texts: list[str],
-    ids: list[tuple[int, ...]],
+    started: Sequence[EncodedPrompt],
     state: TokenState,
     rows: slice,
     scores: NDArray[np.float64],
-    planned: list[NDArray[Any] | None],
+    plans: Sequence[_Plan],
 ) -> dict[str, NDArray[Any]]:
-    """Step at most N responses in lockstep; rows that have ended, or that hold no response, stay as they are."""
-    base, mdp = text_envs(envs), task.mdp
-    count, missing = len(ids), base.num_envs - len(ids)
-    lengths = state.response_lengths[rows]
-    tokens = state.input_ids[rows, mdp.max_prompt_tokens :]
+    """Enter replay with at most N responses, step them, and leave it whatever happens."""
+    base = text_envs(envs)
+    prompts = list(started[rows])
+    missing = base.num_envs - len(prompts)
+    envs.reset(options={"prompts": prompts + prompts[:1] * missing})
+    try:
+        base.plan(np.pad(scores[rows], (0, missing)), np.arange(base.num_envs) >= len(prompts))
+        for plan in plans:
+            plan.enter(rows, base.num_envs)
+        tokens = state.input_ids[rows, base.task.mdp.max_prompt_tokens :].astype(np.int64)
+        return _step_rows(envs, tokens, state.response_lengths[rows])
+    finally:
+        base.plan(None)
+        for plan in plans:
+            plan.leash.plan(None, None)
+
+
+def _step_rows(
+    envs: VectorEnv[Any, Any, Any], tokens: NDArray[np.int64], lengths: NDArray[np.int64]
+) -> dict[str, NDArray[Any]]:
+    """Step responses (k, T) in lockstep; rows that have ended, or that hold no response, stay as they are."""
+    count, budget = tokens.shape
     kept: dict[str, NDArray[Any]] = {
-        "rewards": np.zeros((count, mdp.max_response_tokens)),
-        "response_mask": np.zeros((count, mdp.max_response_tokens), dtype=np.bool_),
+        "rewards": np.zeros((count, budget)),
+        "response_mask": np.zeros((count, budget), dtype=np.bool_),
         "terminated": np.zeros(count, dtype=np.bool_),
         "truncated": np.zeros(count, dtype=np.bool_),
     }
-    padded = [None if array is None else np.pad(array, ((0, missing), (0, 0))) for array in planned]
-    leashes = [layer.leash for layer in layers(envs) if "leash" in vars(layer)]
-    envs.reset(options={"prompts": list(ids) + [ids[0]] * missing})
-    base.plan(np.pad(scores, (0, missing)), np.arange(base.num_envs) >= count)
-    for leash in leashes:
-        leash.plan(*padded)
-    try:
-        over = np.zeros(count, dtype=np.bool_)
-        for token in range(int(lengths.max())):
-            actions = np.pad(tokens[:, token], (0, missing)).astype(np.int64)
-            actions[:count] = np.where(token < lengths, actions[:count], 0)
-            _, rewards, terminations, truncations, infos = envs.step(actions)
-            live = ~over
-            kept["rewards"][:, token] = np.where(live, np.asarray(rewards)[:count], 0.0)
-            kept["response_mask"][:, token] = live
-            kept["terminated"] |= live & np.asarray(terminations)[:count]
-            kept["truncated"] |= live & np.asarray(truncations)[:count]
-            _keep_infos(kept, infos.get("final_info", infos), live)
-            over |= kept["terminated"] | kept["truncated"]
-    finally:
-        base.plan(None)
-        for leash in leashes:
-            leash.plan(None, None)
+    actions = np.pad(np.where(np.arange(budget) < lengths[:, None], tokens, 0), ((0, envs.num_envs - count), (0, 0)))
+    live = np.ones(count, dtype=np.bool_)
+    for token in range(int(lengths.max())):
+        _, rewards, terminations, truncations, infos = envs.step(actions[:, token])
+        kept["rewards"][:, token] = np.where(live, np.asarray(rewards)[:count], 0.0)
+        kept["response_mask"][:, token] = live
+        kept["terminated"] |= live & np.asarray(terminations)[:count]
+        kept["truncated"] |= live & np.asarray(truncations)[:count]
+        _keep_infos(kept, infos.get("final_info", infos), live)
+        live = ~(kept["terminated"] | kept["truncated"])
     return kept
 
 
@@ -239,5 +207,18 @@ def _keep_infos(kept: dict[str, NDArray[Any]], infos: dict[str, Any], live: NDAr
             continue
         rows = np.flatnonzero(mask[: len(live)] & live)
         if len(rows):
-            column = kept.setdefault(f"info:{key}", np.zeros(len(live), dtype=values.dtype))
-            column[rows] = values[rows]
+            kept.setdefault(f"info:{key}", _blank(values, len(live)))[rows] = values[rows]
+
+
+def _blank(like: NDArray[Any], count: int) -> NDArray[Any]:
+    """What an info array holds where there is no info, in Gymnasium's convention."""
+    return np.full(count, None, dtype=object) if like.dtype == object else np.zeros(count, dtype=like.dtype)
+
+
+def _merge(parts: Sequence[dict[str, NDArray[Any]]]) -> dict[str, NDArray[Any]]:
+    """Parts of at most N rows as one; an entry that some part lacks is blank there."""
+    examples = {key: values for part in parts for key, values in part.items()}
+    return {
+        key: np.concatenate([part.get(key, _blank(like, len(part["rewards"]))) for part in parts])
+        for key, like in examples.items()
+    }

@@ -47,14 +47,26 @@ def call_scorer(
         returned = scorer(list(prompts), list(responses))
     except Exception as error:
         return _one_by_one(scorer, prompts, responses, on_error, error)
+    return check_scores(returned, prompts, responses, on_error)
+
+
+def check_scores(
+    returned: Any, prompts: Sequence[str], responses: Sequence[str], on_error: str = "raise"
+) -> NDArray[np.float64]:
+    """What a scorer returned as scores (B,), NaN where a sample is to be dropped; see `call_scorer`.
+
+    Raises:
+        ScorerError: a wrong number of scores, or (unless dropped) one that is not finite.
+    """
     scores = _as_scores(returned, prompts, responses)
     bad = np.flatnonzero(~np.isfinite(scores))
     if len(bad) and on_error == "raise":
         row = int(bad[0])
         raise ScorerError(
-            f"A scorer should give one finite number per response, got {_entry(returned, row)} for "
-            f"{_sample(prompts, responses, row)}{_more(bad)}. Trained on, it would turn every weight of the policy into "
-            'NaN. Mend the scorer, or pass scorer_errors="drop" to leave such samples out of training and count them.'
+            f"A scorer should give one finite number per response, got {list(returned)[row]} for "
+            f"{_sample(prompts, responses, row)}{_more(bad)}. Trained on, it would turn every weight of the policy "
+            'into NaN. Mend the scorer, or pass scorer_errors="drop" to leave such samples out of training and count '
+            "them."
         )
     scores[bad] = np.nan
     return scores
@@ -90,18 +102,16 @@ def _as_scores(returned: Any, prompts: Sequence[str], responses: Sequence[str]) 
     except (TypeError, ValueError) as error:
         raise ScorerError(
             f"A scorer should return {len(prompts)} numbers, shape ({len(prompts)},), got {type(returned).__name__} "
-            f"({str(returned)[:100]!r}); the first sample is {_sample(prompts, responses, 0)}."
+            f"({str(returned)[:100]!r}). Return a list, array or tensor of numbers; the first sample is "
+            f"{_sample(prompts, responses, 0)}."
         ) from error
     if scores.shape != (len(prompts),):
         raise ScorerError(
             f"A scorer should return {len(prompts)} scores, shape ({len(prompts)},), got {type(returned).__name__} of "
-            f"shape {scores.shape}. Scores would be matched to the wrong responses; the first sample is {_sample(prompts, responses, 0)}."
+            f"shape {scores.shape}. Scores would be matched to the wrong responses. Return one per response, in their "
+            f"order; the first sample is {_sample(prompts, responses, 0)}."
         )
     return scores
-
-
-def _entry(returned: Any, row: int) -> str:
-    return str(returned[row])
 
 
 def _sample(prompts: Sequence[str], responses: Sequence[str], row: int) -> str:

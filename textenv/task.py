@@ -11,7 +11,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from textenv.mdp import TokenMDP, TokenState, responses
-from textenv.prompts import Prompt, PromptSet, Tokenizer, decoder, encode_prompt
+from textenv.prompts import EncodedPrompt, Prompt, PromptSet, Tokenizer, decoder, encode_prompt
 from textenv.scoring import SCORER_ERRORS, call_scorer
 
 LENGTH_LIMITS = ("truncate", "terminate")
@@ -52,7 +52,7 @@ class TextTask:
         """Refuse options that would only fail at the end of the first episode."""
         for name, known in (("length_limit", LENGTH_LIMITS), ("scorer_errors", SCORER_ERRORS)):
             if getattr(self, name) not in known:
-                raise ValueError(f"`{name}` should be one of {known}, got {getattr(self, name)!r}.")
+                raise ValueError(f"`{name}` should be one of {known}, got {getattr(self, name)!r}. Choose one of them.")
         if not callable(self.scorer):
             raise TypeError(
                 f"`scorer` should be a function scorer(prompts, responses) -> scores, got {type(self.scorer).__name__}."
@@ -107,25 +107,27 @@ class TextTask:
         """The next token."""
         return spaces.Discrete(self.mdp.vocab_size)
 
-    def start(self, prompt: Prompt | None, rng: np.random.Generator) -> tuple[str, tuple[int, ...]]:
-        """Text and ids of the prompt asked for, or of one drawn.
+    def encode(self, prompt: Prompt, name: str = "The prompt in `options`") -> EncodedPrompt:
+        """Text and ids of a prompt from outside.
 
         Raises:
-            ValueError: the prompt asked for is empty, over the budget, or has ids outside the vocabulary.
+            ValueError: it is empty, over the budget, or has ids outside the vocabulary. `name` says which it is.
         """
-        if prompt is None:
-            return self.prompts.draw(rng)
-        text, ids = encode_prompt(prompt, self.tokenizer, self.mdp.vocab_size, "The prompt in `options`")
-        if len(ids) > self.mdp.max_prompt_tokens:
+        encoded = encode_prompt(prompt, self.tokenizer, self.mdp.vocab_size, name)
+        if len(encoded.ids) > self.mdp.max_prompt_tokens:
             raise ValueError(
-                f"The prompt in `options` should have at most {self.mdp.max_prompt_tokens} tokens, got {len(ids)}: "
-                f"{text!r}. Make the environment with a larger max_prompt_tokens."
+                f"{name} should have at most {self.mdp.max_prompt_tokens} tokens, got {len(encoded.ids)}: "
+                f"{encoded.text!r}. Make the environment with a larger max_prompt_tokens."
             )
-        return text, ids
+        return encoded
+
+    def start(self, prompt: Prompt | None, rng: np.random.Generator) -> EncodedPrompt:
+        """The prompt asked for, or one drawn; see `encode`."""
+        return self.prompts.draw(rng) if prompt is None else self.encode(prompt)
 
     def response_texts(self, state: TokenState, rows: Sequence[int] | NDArray[np.int64]) -> list[str]:
         """Texts of the responses so far."""
-        return decoder(self.tokenizer)(responses(self.mdp, state, rows))
+        return decoder(self.tokenizer)([ids.tolist() for ids in responses(self.mdp, state, rows)])
 
     def episode_ends(
         self,
@@ -161,41 +163,6 @@ class TextTask:
         if self.scorer_errors == "drop":
             ends["dropped"] = [bool(np.isnan(score)) for score in scores]
         return ends
-
-
-def check_actions(actions: Any, num_envs: int, vocab_size: int) -> NDArray[np.int64]:
-    """Actions as (N,) int64.
-
-    Raises:
-        ValueError: wrong shape, wrong type, or an id outside the vocabulary.
-    """
-    array = np.asarray(actions)
-    if array.shape != (num_envs,) or array.dtype.kind not in "iu":
-        raise ValueError(
-            f"Actions should be {num_envs} token ids, an integer array of shape ({num_envs},), got {array.dtype} of "
-            f"shape {array.shape}."
-        )
-    outside = (array < 0) | (array >= vocab_size)
-    if outside.any():
-        row = int(outside.argmax())
-        raise ValueError(
-            f"An action should be a token id in [0, {vocab_size}), got {array[row]} (row {row}). Such a token has no "
-            "embedding: a model would fail on it or read another row."
-        )
-    return array.astype(np.int64, copy=False)
-
-
-def check_options(options: Mapping[str, Any] | None, known: Sequence[str]) -> dict[str, Any]:
-    """Reset options as a dict of their own.
-
-    Raises:
-        ValueError: an unknown option.
-    """
-    options = dict(options or {})
-    unknown = sorted(set(options) - set(known))
-    if unknown:
-        raise ValueError(f"Unknown reset option {unknown[0]!r}; known are {', '.join(map(repr, known))}.")
-    return options
 
 
 def observation(state: TokenState) -> dict[str, NDArray[Any]]:

@@ -9,8 +9,6 @@ of an observation (a toy prompt is one token). Log-probabilities are in nats.
 
 from __future__ import annotations
 
-import operator
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -19,14 +17,24 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.integer[Any]]
-Response = tuple[int, ...]
+from textenv.toy_checks import (
+    FloatArray,
+    IntArray,
+    Response,
+    as_id,
+    as_logits,
+    as_response,
+    as_token_scores,
+    as_unfinished_score,
+    read_only,
+)
+from textenv.toy_reference import ToyReference
+from textenv.toy_text import ToyTokenizer
+
+__all__ = ["PAD", "Response", "ToyLanguage", "ToyReference", "ToyTokenizer", "standard_toy", "sum_over_tokens"]
 
 PAD = -1
 """Fills padded response arrays (B, T) to the right of the last token; not a token id."""
-
-_TOY_TEXT = re.compile(r"(0|[1-9][0-9]*)( (0|[1-9][0-9]*))*")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -59,10 +67,9 @@ class ToyLanguage:
 
     def __post_init__(self) -> None:
         """Copy, check and freeze the fields."""
-        logits = _read_only(self.reference_logits)
-        _check_logits(logits)
+        logits = as_logits(self.reference_logits)
         horizon, vocab_size = logits.shape
-        stop_id = _as_id(self.stop_id, vocab_size, "`stop_id`")
+        stop_id = as_id(self.stop_id, vocab_size, "`stop_id`")
         if (self.token_scores is None) == (self.score_fn is None):
             got = "neither" if self.score_fn is None else "both"
             raise ValueError(
@@ -71,18 +78,8 @@ class ToyLanguage:
             )
         token_scores = None
         if self.token_scores is not None:
-            token_scores = _as_token_scores(self.token_scores, horizon, vocab_size)
-        unfinished_score = float(self.unfinished_score)
-        if not np.isfinite(unfinished_score):
-            raise ValueError(
-                f"`unfinished_score` should be a finite number, got {unfinished_score}. Every expected score would be "
-                "infinite or NaN. Give a large negative number, or -inf logits to forbid tokens."
-            )
-        if self.score_fn is not None and unfinished_score != 0.0:
-            raise ValueError(
-                f"`unfinished_score` should stay 0.0 beside `score_fn`, got {unfinished_score}. It would be ignored. "
-                "Add it inside `score_fn`, to responses without the stop token."
-            )
+            token_scores = as_token_scores(self.token_scores, horizon, vocab_size)
+        unfinished_score = as_unfinished_score(self.unfinished_score, self.score_fn is not None)
         object.__setattr__(self, "reference_logits", logits)
         object.__setattr__(self, "stop_id", stop_id)
         object.__setattr__(self, "token_scores", token_scores)
@@ -113,7 +110,7 @@ class ToyLanguage:
         """(T, V) log-probabilities of the reference, -inf where a token is forbidden; read-only."""
         with np.errstate(over="ignore"):  # finite logits 1e308 apart: the smaller one is forbidden, not an error
             shifted = self.reference_logits - self.reference_logits.max(axis=1, keepdims=True)
-        return _read_only(shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True)))
+        return read_only(shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True)))
 
     @property
     def reference(self) -> ToyReference:
@@ -133,7 +130,8 @@ class ToyLanguage:
             ValueError: A response is empty, too long or unfinished (no stop token and fewer than T tokens), has an id
                 outside the vocabulary or after the stop token; or `score_fn` did not return (B,) finite numbers.
         """
-        checked = [self._check_response(response) for response in responses]
+        limits = {"horizon": self.horizon, "vocab_size": self.vocab_size, "stop_id": self.stop_id}
+        checked = [as_response(response, **limits) for response in responses]
         padded = np.full((len(checked), self.horizon), PAD, dtype=np.int64)  # (B, T)
         for row, response in enumerate(checked):
             padded[row, : len(response)] = response
@@ -169,13 +167,11 @@ class ToyLanguage:
         return scores
 
     def scorer(self, prompts: Sequence[str], responses: Sequence[str], **_context: object) -> FloatArray:
-        """Score decoded responses: the environment's scorer contract, on the text of `ToyTokenizer`.
-
-        The stop token is part of that text, so nothing that the score depends on is lost in it.
+        """Score decoded responses: the environment's scorer contract, on the text of `ToyTokenizer`, stop token too.
 
         Args:
             prompts: B texts, which the score does not depend on.
-            responses: B texts of finished responses, for example `"3 3 0"`.
+            responses: B texts of finished responses, for example `" 3 3 0"`.
 
         Returns:
             (B,) scores.
@@ -191,65 +187,14 @@ class ToyLanguage:
         return self.score([ToyTokenizer().encode(text) for text in responses])
 
     def ref_logprobs(self, observations: Mapping[str, npt.ArrayLike], actions: npt.ArrayLike) -> FloatArray:
-        """Log-probability, in nats, that the reference gives to each next token.
-
-        The prompt of a toy episode is one token, so a state has `attention_mask.sum(1) - 1` response tokens so far. A
-        full state (T of them) has no next token; its entry is 0, for steps whose action an autoreset ignores.
-
-        Args:
-            observations: `input_ids` and `attention_mask`, (N, L) each.
-            actions: (N,) token ids.
-
-        Returns:
-            (N,) log-probabilities, -inf for forbidden tokens.
-
-        Raises:
-            ValueError: Wrong shapes, ids outside the vocabulary, or a number of tokens that no toy state has.
-        """
-        mask = np.asarray(observations["attention_mask"])  # (N, L)
-        tokens = _as_tokens(actions, self.vocab_size, "`actions`")
-        if mask.ndim != 2 or tokens.shape != mask.shape[:1]:
-            raise ValueError(
-                f"`attention_mask` should be (N, L) and `actions` (N,), got {mask.shape} and {tokens.shape}. Tokens "
-                "would be read at the wrong positions. Add the leading axis: a single environment is N = 1."
-            )
-        positions = (mask != 0).sum(axis=1) - 1  # (N,)
-        if ((positions < 0) | (positions > self.horizon)).any():
-            raise ValueError(
-                f"`attention_mask` should show 1 prompt token and 0 to {self.horizon} response tokens per row, got "
-                f"{(positions + 1).tolist()} tokens. The reference would be read at positions it does not have. Use "
-                "the one-token prompt and a budget of `horizon` response tokens."
-            )
-        full = positions == self.horizon
-        return np.where(full, 0.0, self.reference_logprobs[np.where(full, 0, positions), tokens])
+        """(N,) log-probabilities of the next tokens under the reference; see `ToyReference`."""
+        return self.reference(observations, actions)
 
     def response_logprobs(
         self, input_ids: npt.ArrayLike, attention_mask: npt.ArrayLike, response_tokens: int
     ) -> FloatArray:
-        """Log-probability, in nats, that the reference gives to every response token at once.
-
-        Args:
-            input_ids: (B, L) prompts and responses; what stands where the mask is 0 does not matter.
-            attention_mask: (B, L), 1 on tokens.
-            response_tokens: The number of response columns, the last ones of L; at most the horizon.
-
-        Returns:
-            (B, response_tokens) log-probabilities, 0 where `attention_mask` is 0.
-
-        Raises:
-            ValueError: Wrong shapes, too many response columns, or ids outside the vocabulary.
-        """
-        ids, mask = np.asarray(input_ids), np.asarray(attention_mask) != 0
-        if ids.ndim != 2 or ids.shape != mask.shape or not 1 <= response_tokens <= min(self.horizon, ids.shape[1]):
-            raise ValueError(
-                f"`input_ids` and `attention_mask` should be (B, L) with 1 to {self.horizon} response tokens among the "
-                f"L columns, got {ids.shape}, {mask.shape} and response_tokens={response_tokens}. Tokens would be read "
-                "at the wrong positions. Pass the arrays of a whole batch and the environment's token budget."
-            )
-        mask = mask[:, -response_tokens:]
-        tokens = np.where(mask, ids[:, -response_tokens:], 0)
-        tokens = _as_tokens(tokens, self.vocab_size, "`input_ids`")
-        return np.where(mask, self.reference_logprobs[np.arange(response_tokens), tokens], 0.0)
+        """(B, response_tokens) log-probabilities of whole responses under the reference; see `ToyReference`."""
+        return self.reference.response_logprobs(input_ids, attention_mask, response_tokens)
 
     def __eq__(self, other: object) -> bool:
         """Compare contents; two `score_fn` are equal where `==` says so."""
@@ -270,68 +215,6 @@ class ToyLanguage:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle and copy through the constructor: numpy forgets the read-only flag of arrays."""
         return _rebuild, (type(self), {field.name: getattr(self, field.name) for field in fields(self)})
-
-    def _check_response(self, response: Sequence[int]) -> Response:
-        """Return the response as a tuple of plain ints, or raise a ValueError that says what is wrong with it."""
-        ids = tuple(_as_id(token, self.vocab_size, f"Every id of the response {response!r}") for token in response)
-        if not 1 <= len(ids) <= self.horizon:
-            raise ValueError(
-                f"A response should have 1 to {self.horizon} tokens, got {len(ids)}: {ids}. The language has no such "
-                "response, so its optimum says nothing about it. Set the token budget to `horizon`."
-            )
-        if self.stop_id in ids[:-1]:
-            raise ValueError(
-                f"A response should end at the first stop token ({self.stop_id}), got {ids}. Tokens after the end "
-                "would be scored. Cut the response behind its first stop token."
-            )
-        if ids[-1] != self.stop_id and len(ids) < self.horizon:
-            raise ValueError(
-                f"A response should end with the stop token ({self.stop_id}) or have {self.horizon} tokens, got {ids}. "
-                "It is unfinished and has no score. Score at the end of the episode, with a token budget of `horizon`."
-            )
-        return ids
-
-
-@dataclass(frozen=True)
-class ToyReference:
-    """The reference policy of a toy language as one attachable object."""
-
-    language: ToyLanguage
-
-    def __call__(self, observations: Mapping[str, npt.ArrayLike], actions: npt.ArrayLike) -> FloatArray:
-        """(N,) log-probabilities of the next tokens; see `ToyLanguage.ref_logprobs`."""
-        return self.language.ref_logprobs(observations, actions)
-
-    def response_logprobs(
-        self, input_ids: npt.ArrayLike, attention_mask: npt.ArrayLike, response_tokens: int
-    ) -> FloatArray:
-        """(B, T) log-probabilities of whole responses; see `ToyLanguage.response_logprobs`."""
-        return self.language.response_logprobs(input_ids, attention_mask, response_tokens)
-
-
-@dataclass(frozen=True)
-class ToyTokenizer:
-    """Token ids as text: decimal numbers separated by single spaces, lossless in both directions.
-
-    Example:
-        >>> ToyTokenizer().decode([3, 3, 0])
-        '3 3 0'
-        >>> ToyTokenizer().encode("3 3 0")
-        [3, 3, 0]
-    """
-
-    def decode(self, ids: Sequence[int] | IntArray) -> str:
-        """Ids to text; no ids to the empty text. Nothing is stripped, the stop token included."""
-        return " ".join(str(_as_id(token, None, "Every token id")) for token in ids)
-
-    def encode(self, text: str) -> list[int]:
-        """Text to ids; the empty text to no ids. Raises ValueError where `decode` could not have written the text."""
-        if text and not _TOY_TEXT.fullmatch(text):
-            raise ValueError(
-                f"A toy text should be decimal ids separated by single spaces, such as '3 3 0', got {text!r}. Other "
-                "spellings would not survive decoding. Write the ids without signs, leading zeros or extra spaces."
-            )
-        return [int(word) for word in text.split()]
 
 
 def standard_toy() -> ToyLanguage:
@@ -355,72 +238,6 @@ def sum_over_tokens(table: FloatArray, responses: IntArray) -> FloatArray:
         tokens = responses[:, position]
         total += np.where(tokens == PAD, 0.0, table[position][tokens])
     return total
-
-
-def _read_only(values: npt.ArrayLike) -> FloatArray:
-    array = np.array(values, dtype=np.float64)
-    array.setflags(write=False)
-    return array
-
-
-def _check_logits(logits: FloatArray) -> None:
-    if logits.ndim != 2 or 0 in logits.shape:
-        raise ValueError(
-            f"`reference_logits` should be (T, V) with T >= 1 positions and V >= 1 tokens, got shape {logits.shape}. "
-            "Horizon and vocabulary are read from it. For the same logits at every position: np.tile(logits, (T, 1))."
-        )
-    if np.isnan(logits).any() or np.isposinf(logits).any():
-        position, token = np.argwhere(np.isnan(logits) | np.isposinf(logits))[0].tolist()
-        raise ValueError(
-            f"`reference_logits` should be finite, or -inf to forbid a token, got {logits[position, token]} at "
-            f"position {position}, token {token}. Every log-probability there would be NaN. Use a finite number."
-        )
-    if np.isneginf(logits).all(axis=1).any():
-        position = int(np.flatnonzero(np.isneginf(logits).all(axis=1))[0])
-        raise ValueError(
-            f"`reference_logits` should leave a token possible at every position, got only -inf at {position}. "
-            "The reference could not go on. Allow a token there, for example the stop token."
-        )
-
-
-def _as_token_scores(values: npt.ArrayLike, horizon: int, vocab_size: int) -> FloatArray:
-    array = _read_only(values)
-    if array.shape not in ((vocab_size,), (horizon, vocab_size)):
-        raise ValueError(
-            f"`token_scores` should be ({vocab_size},) or ({horizon}, {vocab_size}), like `reference_logits`, got "
-            f"{array.shape}. Scores would belong to other tokens. Give one number per token, or per position and token."
-        )
-    if not np.isfinite(array).all():
-        raise ValueError(
-            f"`token_scores` should be finite, got {array[~np.isfinite(array)][0]}. Every expected score would be "
-            "infinite or NaN. Forbid tokens with -inf in `reference_logits` instead."
-        )
-    return _read_only(np.broadcast_to(array, (horizon, vocab_size)))
-
-
-def _as_id(value: object, vocab_size: int | None, name: str) -> int:
-    """Return a plain int in 0 to `vocab_size` - 1 (no upper bound for None), or raise a ValueError."""
-    expected = "a non-negative integer" if vocab_size is None else f"an integer in 0 to {vocab_size - 1}"
-    try:
-        token = operator.index(value)  # type: ignore[arg-type]  # whatever it is, the except branch names it
-    except TypeError:
-        token = -1
-    if token < 0 or (vocab_size is not None and token >= vocab_size):
-        raise ValueError(f"{name} should be {expected}, got {value!r}. It names no token. Use ids of this vocabulary.")
-    return token
-
-
-def _as_tokens(values: npt.ArrayLike, vocab_size: int, name: str) -> IntArray:
-    """Return an integer array whose entries are in 0 to `vocab_size` - 1, or raise a ValueError."""
-    array = np.asarray(values)
-    wrong = (array < 0) | (array >= vocab_size)
-    if array.size and (not np.issubdtype(array.dtype, np.integer) or wrong.any()):
-        got = array[wrong][0] if wrong.any() else f"dtype {array.dtype}"
-        raise ValueError(
-            f"{name} should be integers in 0 to {vocab_size - 1}, got {got}. They would name no token, or another one. "
-            "Use ids of this vocabulary."
-        )
-    return array.astype(np.int64)
 
 
 def _equal_or_none(left: FloatArray | None, right: FloatArray | None) -> bool:

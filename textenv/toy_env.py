@@ -1,4 +1,4 @@
-"""``textenv/Toy-v0``: an enumerable language as an environment, so that an agent can be measured against the optimum."""
+"""``textenv/Toy-v0``: an enumerable language as an environment, to measure an agent against the optimum."""
 
 from __future__ import annotations
 

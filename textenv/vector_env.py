@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
-from gymnasium.utils import seeding
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 
+from textenv.checks import check_actions, check_options, prompts_asked_for, rows_to_reset
 from textenv.mdp import TokenState, initial_state, is_terminated, is_truncated, replace_rows, transition
-from textenv.task import TextTask, check_actions, check_options, observation
+from textenv.row_generators import RowGenerators
+from textenv.task import TextTask, observation
 
 RESET_OPTIONS = ("prompt", "prompts", "reset_mask")
 
@@ -21,8 +22,8 @@ RESET_OPTIONS = ("prompt", "prompts", "reset_mask")
 class TextGenerationVectorEnv(VectorEnv[Any, Any, Any]):
     """Language generation as N Markov decision processes; see `TextGenerationEnv` for one row's specification.
 
-    Rows are independent: row i has a generator of its own, seeded with ``seed + i``, so that a vector environment equals
-    a `SyncVectorEnv` of single ones. Rows that end in one step are scored in one call.
+    Rows are independent: row i has a generator of its own, seeded with ``seed + i``, so that a vector environment
+    equals a `SyncVectorEnv` of single ones. Rows that end in one step are scored in one call.
 
     Args:
         num_envs: N.
@@ -48,9 +49,15 @@ class TextGenerationVectorEnv(VectorEnv[Any, Any, Any]):
     ) -> None:
         super().__init__()
         if isinstance(num_envs, bool) or not isinstance(num_envs, int | np.integer) or num_envs < 1:
-            raise ValueError(f"`num_envs` should be an integer of at least 1, got {num_envs!r}.")
+            raise ValueError(
+                f"`num_envs` should be an integer of at least 1, got {num_envs!r}. There would be nothing to step; use "
+                "1 for a single episode."
+            )
         if render_mode not in (None, *self.metadata["render_modes"]):
-            raise ValueError(f"`render_mode` should be None or one of {self.metadata['render_modes']}, got {render_mode!r}.")
+            raise ValueError(
+                f"`render_mode` should be None or one of {self.metadata['render_modes']}, got {render_mode!r}. Choose "
+                "one of them."
+            )
         self.num_envs = int(num_envs)
         self.task = task
         self.autoreset_mode = AutoresetMode(autoreset_mode)
@@ -60,8 +67,7 @@ class TextGenerationVectorEnv(VectorEnv[Any, Any, Any]):
         self.single_action_space = task.action_space()
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
         self.action_space = batch_space(self.single_action_space, self.num_envs)
-        self._rngs: list[np.random.Generator] | None = None
-        self._seeds: list[int] = []
+        self._generators = RowGenerators(self.num_envs)
         self._state: TokenState | None = None
         self._texts: list[str] = []
         self._ended = np.zeros(self.num_envs, dtype=np.bool_)
@@ -80,9 +86,9 @@ class TextGenerationVectorEnv(VectorEnv[Any, Any, Any]):
             ValueError: unknown option, wrong number of prompts or seeds, or a prompt that cannot be used.
         """
         options = check_options(options, RESET_OPTIONS)
-        rows = self._rows_to_reset(options)
-        prompts = self._prompts_asked_for(options)
-        self._seed_rows(seed, rows)
+        rows = rows_to_reset(options, self.num_envs)
+        prompts = prompts_asked_for(options, self.num_envs)
+        self._generators.seed(seed, rows)
         new = self._start_rows(rows, prompts)
         self._state = new if len(rows) == self.num_envs else replace_rows(self._state_now(), rows, new)
         self._ended[rows] = False
@@ -107,7 +113,7 @@ class TextGenerationVectorEnv(VectorEnv[Any, Any, Any]):
         """
         mdp = self.task.mdp
         state = self._state_now()
-        actions = check_actions(actions, self.num_envs, mdp.vocab_size)
+        actions = check_actions(actions, (self.num_envs,), mdp.vocab_size)
         if self.autoreset_mode is AutoresetMode.DISABLED and self._planned_scores is None and self._ended.any():
             raise gym.error.ResetNeeded(
                 f"Row {int(self._ended.argmax())} has ended; with autoreset_mode DISABLED call "
@@ -127,15 +133,14 @@ class TextGenerationVectorEnv(VectorEnv[Any, Any, Any]):
             ends = self.task.episode_ends(state, self._texts, rows, stopped, planned)
             rewards[rows] = np.nan_to_num(ends["score"])
             infos = self._infos(ends, rows)
-        self._state, self._ended = state, ended
-        if self._planned_scores is not None:
-            self._ended = idle | ended  # replay: a row that has ended stays where it is
+        # In replay a row that has ended stays where it is. Always an array of its own: resets clear rows of it.
+        self._state, self._ended = state, ended.copy() if self._planned_scores is None else idle | ended
         infos = self._autoreset(infos, idle, ended)
         if self.task.length_limit == "terminate":
             stopped, cut = ended, np.zeros_like(cut)
         return observation(self._state), rewards, stopped, cut, infos
 
-    def render(self) -> tuple[str, ...] | None:  # type: ignore[override]
+    def render(self) -> tuple[str, ...] | None:
         """The N texts so far (``"ansi"``), or None without a render mode."""
         if self.render_mode is None:
             gym.logger.warn('`render` shows nothing: make the environment with render_mode="ansi".')
@@ -158,12 +163,10 @@ class TextGenerationVectorEnv(VectorEnv[Any, Any, Any]):
 
     def _state_now(self) -> TokenState:
         if self._state is None:
-            raise gym.error.ResetNeeded("Call reset() first: no episode has been started.")
+            raise gym.error.ResetNeeded("Episodes should be running, but none were started: call reset() first.")
         return self._state
 
-    def _autoreset(
-        self, infos: dict[str, Any], idle: NDArray[np.bool_], ended: NDArray[np.bool_]
-    ) -> dict[str, Any]:
+    def _autoreset(self, infos: dict[str, Any], idle: NDArray[np.bool_], ended: NDArray[np.bool_]) -> dict[str, Any]:
         """Bring ended rows to what the mode promises, and add its infos."""
         assert self._state is not None
         same_step = self.autoreset_mode is AutoresetMode.SAME_STEP
@@ -173,7 +176,12 @@ class TextGenerationVectorEnv(VectorEnv[Any, Any, Any]):
             final_obs = np.full(self.num_envs, None, dtype=object)
             for row in rows:
                 final_obs[row] = {key: array[row].copy() for key, array in final.items()}
-            infos = {"final_obs": final_obs, "_final_obs": ended.copy(), "final_info": infos, "_final_info": ended.copy()}
+            infos = {
+                "final_obs": final_obs,
+                "_final_obs": ended.copy(),
+                "final_info": infos,
+                "_final_info": ended.copy(),
+            }
         due = ended if same_step else idle if self.autoreset_mode is AutoresetMode.NEXT_STEP else ended & False
         if self._planned_scores is not None or not due.any():
             return infos
@@ -184,8 +192,7 @@ class TextGenerationVectorEnv(VectorEnv[Any, Any, Any]):
 
     def _start_rows(self, rows: NDArray[np.int64], prompts: Sequence[Any]) -> TokenState:
         """Draw or take a prompt for each row; returns the state of those rows alone."""
-        assert self._rngs is not None
-        started = [self.task.start(prompts[row], self._rngs[row]) for row in rows]
+        started = [self.task.start(prompts[row], self._generators.rows[row]) for row in rows]
         if len(self._texts) != self.num_envs:
             self._texts = [""] * self.num_envs
         for row, (text, _) in zip(rows, started, strict=True):
@@ -208,51 +215,24 @@ class TextGenerationVectorEnv(VectorEnv[Any, Any, Any]):
             mask[rows] = True
         return infos
 
-    def _rows_to_reset(self, options: dict[str, Any]) -> NDArray[np.int64]:
-        mask = options.get("reset_mask")
-        if mask is None:
-            return np.arange(self.num_envs)
-        if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_ or mask.shape != (self.num_envs,) or not mask.any():
-            raise ValueError(
-                f"`reset_mask` should be a bool array of shape ({self.num_envs},) with at least one True, got {mask!r}."
-            )
-        return np.flatnonzero(mask)
-
-    def _prompts_asked_for(self, options: dict[str, Any]) -> Sequence[Any]:
-        """One prompt or None per row."""
-        if "prompts" not in options:
-            return [options.get("prompt")] * self.num_envs
-        prompts = options["prompts"]
-        if "prompt" in options or isinstance(prompts, str) or len(prompts) != self.num_envs:
-            raise ValueError(
-                f"`prompts` should hold one prompt per row ({self.num_envs}; those outside `reset_mask` are ignored), "
-                f"and no `prompt` beside it, got {prompts!r}."
-            )
-        return list(prompts)
-
-    def _seed_rows(self, seed: int | Sequence[int | None] | None, rows: NDArray[np.int64]) -> None:
-        """Give each row the generator that a single environment with its seed would have."""
-        if self._rngs is None:
-            fresh = [seeding.np_random() for _ in range(self.num_envs)]
-            self._rngs, self._seeds = [rng for rng, _ in fresh], [used for _, used in fresh]
-        if seed is None:
-            return
-        seeds = [seed + i for i in range(self.num_envs)] if isinstance(seed, int | np.integer) else list(seed)
-        if len(seeds) != self.num_envs:
-            raise ValueError(f"`seed` should be an int or {self.num_envs} of them, got {len(seeds)}.")
-        for row in rows:
-            if seeds[row] is not None:
-                self._rngs[row], self._seeds[row] = seeding.np_random(int(seeds[row]))  # type: ignore[arg-type]
-
-    @property
+    @property  # type: ignore[misc]
     def np_random(self) -> tuple[np.random.Generator, ...]:  # type: ignore[override]
         """The rows' generators."""
-        self._seed_rows(None, np.arange(self.num_envs))
-        assert self._rngs is not None
-        return tuple(self._rngs)
+        return tuple(self._generators.rows)
 
     @property
     def np_random_seed(self) -> tuple[int, ...]:  # type: ignore[override]
         """The rows' seeds."""
-        self._seed_rows(None, np.arange(self.num_envs))
-        return tuple(self._seeds)
+        return tuple(self._generators.seeds)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The rows' generators, as JSON can hold them: which prompts come next."""
+        return self._generators.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict`.
+
+        Raises:
+            ValueError: it was taken from another number of environments.
+        """
+        self._generators.load_state_dict(state)

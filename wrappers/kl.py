@@ -21,8 +21,8 @@ def kl_toll(logprobs: NDArray[Any], ref_logprobs: NDArray[Any], kl_coef: float) 
     """kl_coef * (log pi - log pi_ref), the k1 estimate per token, to be subtracted from the reward.
 
     Ziegler et al. 2019 (arXiv:1909.08593), eq. 2. Summed over a response sampled from pi its mean is kl_coef times
-    KL(pi || pi_ref). k1 may be negative on a single token; it is the estimator whose use as a (constant) reward gives the
-    exact policy gradient of score - kl_coef * KL.
+    KL(pi || pi_ref). k1 may be negative on a single token; it is the estimator whose use as a (constant) reward gives
+    the exact policy gradient of score - kl_coef * KL.
 
     Args:
         logprobs: any shape.
@@ -32,6 +32,8 @@ def kl_toll(logprobs: NDArray[Any], ref_logprobs: NDArray[Any], kl_coef: float) 
     Returns:
         Tolls of that shape.
     """
+    if kl_coef == 0:
+        return np.zeros_like(logprobs - ref_logprobs)  # also where the reference forbids a token: 0 * inf is NaN
     return kl_coef * (logprobs - ref_logprobs)
 
 
@@ -50,21 +52,37 @@ def adapt_kl_coef(kl_coef: float, kl: float, target_kl: float, gain: float = 0.1
     return kl_coef * (1.0 + gain * error)
 
 
-def check_kl_settings(kl_coef: float, target_kl: float | None) -> None:
-    """Refuse a coefficient or target that would reward leaving the reference, or poison every reward.
+def check_kl_settings(kl_coef: float, target_kl: float | None, episodes_per_update: int | None = None) -> None:
+    """Refuse settings that would reward leaving the reference, poison every reward, or never steer.
 
     Raises:
-        ValueError: kl_coef negative or not finite, or target_kl not positive and finite.
+        ValueError: kl_coef negative or not finite, target_kl not positive and finite, or episodes_per_update below 1.
     """
     if not (isinstance(kl_coef, int | float | np.number) and math.isfinite(kl_coef) and kl_coef >= 0):
         raise ValueError(
             f"`kl_coef` should be a finite number of at least 0, got {kl_coef!r}. A negative one pays the policy for "
             "leaving the reference, NaN turns every reward into NaN; 0 measures the KL without charging for it."
         )
-    if target_kl is not None and not (math.isfinite(target_kl) and target_kl > 0):
-        raise ValueError(f"`target_kl` should be a positive number of nats per response, or None, got {target_kl!r}.")
+    if target_kl is not None and not (isinstance(target_kl, int | float | np.number) and 0 < target_kl < math.inf):
+        raise ValueError(
+            f"`target_kl` should be a positive number of nats per response, got {target_kl!r}. The controller divides "
+            "by it; None keeps the coefficient as it is."
+        )
     if target_kl is not None and kl_coef == 0:
-        raise ValueError(f"`target_kl`={target_kl} needs a kl_coef above 0 to start from: the controller multiplies it.")
+        raise ValueError(
+            f"`target_kl`={target_kl} should have a kl_coef above 0 to start from, got kl_coef=0. The controller "
+            "multiplies it, so it would stay 0. Start from 0.05, say."
+        )
+    if episodes_per_update is not None and not (isinstance(episodes_per_update, int) and episodes_per_update >= 1):
+        raise ValueError(
+            f"`episodes_per_update` should be an integer of at least 1, got {episodes_per_update!r}. The controller "
+            "needs a mean to move on; None takes one episode per row."
+        )
+
+
+def task_reference(env: Any) -> Any:
+    """The reference of the text task at the bottom of a stack, single or vector, or None."""
+    return getattr(getattr(env.unwrapped, "task", None), "reference", None)
 
 
 class KLLeash:
@@ -88,7 +106,7 @@ class KLLeash:
         target_kl: float | None,
         episodes_per_update: int | None,
     ) -> None:
-        check_kl_settings(kl_coef, target_kl)
+        check_kl_settings(kl_coef, target_kl, episodes_per_update)
         self.kl_coef = float(kl_coef)
         self.target_kl = target_kl
         self.episodes_per_update = episodes_per_update or num_rows
@@ -109,9 +127,11 @@ class KLLeash:
     ) -> NDArray[np.float64]:
         """The tolls (N,) of one step, 0 on rows that are not live, and count their KL."""
         logprobs, ref_logprobs = self._both(observations, actions)
-        self.kl += np.where(live, logprobs - ref_logprobs, 0.0)
-        tolls: NDArray[np.float64] = np.where(live, kl_toll(logprobs, ref_logprobs, self.kl_coef), 0.0)
+        # Rows that are not live have an action that nobody chose: whatever the models say of it, infinities included.
+        logprobs, ref_logprobs = np.where(live, logprobs, 0.0), np.where(live, ref_logprobs, 0.0)
+        self.kl += logprobs - ref_logprobs
         self._tokens += live
+        tolls: NDArray[np.float64] = kl_toll(logprobs, ref_logprobs, self.kl_coef)
         return tolls
 
     def finish(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -156,7 +176,10 @@ class KLLeash:
     def _checked(self, values: Any, name: str) -> NDArray[np.float64]:
         array = np.asarray(values, dtype=np.float64)
         if array.shape != self.kl.shape:
-            raise ValueError(f"`{name}` should return {self.kl.shape} log-probabilities, got shape {array.shape}.")
+            raise ValueError(
+                f"`{name}` should return one number per row, shape {self.kl.shape}, got shape {array.shape}. Return "
+                "the log-probability of each action after its prefix."
+            )
         return array
 
     def _warn_once(self) -> None:

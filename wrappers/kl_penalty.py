@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 from gymnasium.utils import RecordConstructorArgs
 
-from textenv.wrappers.kl import KLLeash, Logprobs
+from textenv.wrappers.kl import KLLeash, Logprobs, task_reference
 
 
 class KLPenalty(gym.Wrapper[Any, Any, Any, Any], RecordConstructorArgs):
     """Subtracts ``kl_coef * (log pi(a) - log pi_ref(a))`` from every token's reward.
 
-    The optimum of the shaped task is the reference tilted by exp(score / kl_coef). At an episode's end ``info["kl"]`` is
-    the sum over its tokens in nats, and ``info["kl_coef"]`` the coefficient that it was charged with.
+    The optimum of the shaped task is the reference tilted by exp(score / kl_coef). At an episode's end ``info["kl"]``
+    is the sum over its tokens in nats, and ``info["kl_coef"]`` the coefficient that it was charged with.
 
     Example:
         A token of probability 0.5 where the reference gave 0.25, at coefficient 0.1, costs 0.1 * log 2 = 0.069:
@@ -28,10 +29,10 @@ class KLPenalty(gym.Wrapper[Any, Any, Any, Any], RecordConstructorArgs):
     Args:
         env: a text environment.
         ref_logprobs: ``(observations, actions) -> (N,)`` under the reference; None for the reference of the task.
-        policy_logprobs: the same under the policy that acts. Agents hand theirs over with `attach_policy`; with none the
-            policy is taken to be the reference (toll 0), and one warning says so.
+        policy_logprobs: the same under the policy that acts. Agents hand theirs over with `attach_policy`; with none
+            the policy is taken to be the reference (toll 0), and one warning says so.
         kl_coef: at least 0.
-        target_kl: nats per response to steer to with the controller of Ziegler et al. 2019; None for a fixed coefficient.
+        target_kl: nats per response to steer to with the controller of Ziegler et al. 2019; None keeps the coefficient.
         episodes_per_update: the controller moves once per so many finished episodes; None: every one.
 
     Raises:
@@ -53,7 +54,7 @@ class KLPenalty(gym.Wrapper[Any, Any, Any, Any], RecordConstructorArgs):
             self, kl_coef=kl_coef, target_kl=target_kl, episodes_per_update=episodes_per_update
         )
         gym.Wrapper.__init__(self, env)
-        reference = ref_logprobs if ref_logprobs is not None else _reference_of(env)
+        reference = ref_logprobs if ref_logprobs is not None else task_reference(env)
         self.leash = KLLeash(1, reference, policy_logprobs, kl_coef, target_kl, episodes_per_update)
         self._observation: dict[str, Any] = {}
 
@@ -77,8 +78,10 @@ class KLPenalty(gym.Wrapper[Any, Any, Any, Any], RecordConstructorArgs):
         """Take log-probabilities from the acting policy, and from its own reference where it carries one."""
         self.leash.attach(policy_logprobs, reference)
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs to go on."""
+        return self.leash.state_dict()
 
-def _reference_of(env: Any) -> Any:
-    """The reference of the task at the bottom of the stack, if it is a text task that has one."""
-    task = getattr(env.unwrapped, "task", None)
-    return getattr(task, "reference", None)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict`."""
+        self.leash.load_state_dict(state)

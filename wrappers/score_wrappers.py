@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import gymnasium as gym
@@ -32,6 +33,14 @@ class ScoreWrapper(gym.Wrapper[Any, Any, Any, Any], RecordConstructorArgs):
             info = {**info, "shaped_score": new}
             reward = float(reward) + (new - old if np.isfinite(new) else 0.0)
         return observation, float(reward), terminated, truncated, info
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs to go on."""
+        return self.shaper.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict`."""
+        self.shaper.load_state_dict(state)
 
 
 class MissingEOSPenalty(ScoreWrapper):

@@ -1,4 +1,4 @@
-"""Shaping of scores: pure functions from the scores of finished responses to better-behaved ones. Knows no environment."""
+"""Shaping of scores: functions from the scores of finished responses to better-behaved ones. Knows no environment."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MISSING_EOS_MODES = ("subtract", "replace")
 class ScoreShaper(Protocol):
     """Maps the scores of responses that finish together to new ones."""
 
-    def __call__(self, scores: NDArray[np.float64], finish_reasons: Sequence[str]) -> NDArray[np.float64]:
+    def __call__(self, scores: NDArray[np.float64], finish_reasons: Sequence[str], /) -> NDArray[np.float64]:
         """Scores (k,), finite, and how each response finished, to scores (k,)."""
         ...
 
@@ -31,10 +31,10 @@ class ScoreShaper(Protocol):
 def missing_eos_scores(
     scores: NDArray[np.float64], finish_reasons: Sequence[str], penalty: float, mode: str
 ) -> NDArray[np.float64]:
-    """score - penalty (``"subtract"``) or -penalty (``"replace"``) where the budget cut the response.
+    """Give ``score - penalty`` (``"subtract"``) or ``-penalty`` (``"replace"``) where the budget cut the response.
 
-    Keyed on how the episode finished, so any id of the stop set counts as an ending. Replacing is the rule of Stiennon et
-    al. 2020's code (arXiv:2009.01325) and of Huang et al. 2024 (arXiv:2403.17031), detail 4.
+    Keyed on how the episode finished, so any id of the stop set counts as an ending. Replacing is the rule of Stiennon
+    et al. 2020's code (arXiv:2009.01325) and of Huang et al. 2024 (arXiv:2403.17031), detail 4.
 
     Args:
         scores: (k,).
@@ -57,8 +57,8 @@ class MissingEOS:
     def __init__(self, penalty: float, mode: str) -> None:
         if not (math.isfinite(penalty) and penalty >= 0):
             raise ValueError(
-                f"`penalty` should be a finite number of at least 0 (it is subtracted), got {penalty!r}. A negative one "
-                "would reward responses that never end."
+                f"`penalty` should be a finite number of at least 0 (it is subtracted), got {penalty!r}. A negative "
+                "one would reward responses that never end."
             )
         if mode not in MISSING_EOS_MODES:
             raise ValueError(f"`mode` should be one of {MISSING_EOS_MODES}, got {mode!r}.")

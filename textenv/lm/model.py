@@ -100,9 +100,10 @@ class LanguageModel:
         """Last hidden states (B, L, H) of padded rows; values in masked columns mean nothing."""
         attention_mask = attention_mask.long()
         position_ids = (attention_mask.cumsum(-1) - 1).clamp_min(0)
-        output = self.model.base_model(
-            input_ids=input_ids.long(), attention_mask=attention_mask, position_ids=position_ids, use_cache=False
-        )
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == "bfloat16"):
+            output = self.model.base_model(
+                input_ids=input_ids.long(), attention_mask=attention_mask, position_ids=position_ids, use_cache=False
+            )
         hidden: Tensor = output.last_hidden_state
         return hidden
 

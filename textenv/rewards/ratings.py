@@ -122,15 +122,15 @@ def draw_comparisons(sentences: Sequence[RatedSentence], n: int, rng: np.random.
     Raises:
         ValueError: all ratings are equal, so that every comparison would be a tie.
     """
-    counts = np.array([len(s.ratings) for s in sentences])  # (S,)
-    table = np.zeros((len(sentences), counts.max(initial=1)), np.int64)  # (S, most raters)
-    for row, sentence in enumerate(sentences):
-        table[row, : len(sentence.ratings)] = sentence.ratings
     if len({rating for s in sentences for rating in s.ratings}) < 2 or len(sentences) < 2:
         raise ValueError(
             f"`sentences` should be at least two with different ratings, got {len(sentences)} that no comparison "
             "could order."
         )
+    counts = np.array([len(s.ratings) for s in sentences])  # (S,)
+    table = np.zeros((len(sentences), counts.max()), np.int64)  # (S, most raters)
+    for row, sentence in enumerate(sentences):
+        table[row, : len(sentence.ratings)] = sentence.ratings
     parts: list[NDArray[np.int64]] = []
     while sum(part.shape[1] for part in parts) < max(n, 1):
         parts.append(_decided(*_draw_pairs(table, counts, 2 * n + 8, rng)))
@@ -177,7 +177,7 @@ def make_openings(train: Sequence[RatedSentence], held_out: Sequence[RatedSenten
     Returns:
         Unique openings in the order of `held_out`.
     """
-    trained = {_opening(s.text, words) for s in train}
+    trained = {" ".join(s.text.split()[:words]) for s in train}
     valences = word_valences(train)
     openings = dict.fromkeys(_opening(s.text, words) for s in held_out)  # unique, in order
     return [

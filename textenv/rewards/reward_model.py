@@ -5,6 +5,7 @@ Legend: B responses, L tokens, H hidden size.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from importlib import resources
@@ -130,10 +131,11 @@ class RewardModel:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the head (not the trunk) as safetensors, with its metadata and the trunk's name."""
-        from safetensors.numpy import save_file
+        from safetensors.numpy import save
 
         metadata = {**self.metadata, "trunk": _portable_name(self.source)}
-        save_file({"weight": self.weight, "bias": np.array([self.bias])}, path, metadata=metadata)
+        packed = save({"weight": self.weight, "bias": np.array([self.bias])}, metadata=metadata)
+        Path(path).write_bytes(_with_sorted_header(packed))
 
     @property
     def source(self) -> str:
@@ -169,6 +171,8 @@ class RewardModel:
         Raises:
             ValueError: the numbers of prompts and responses differ, or prompt and response together have no token.
         """
+        if len(prompts) != len(responses):
+            raise ValueError(f"`prompts` and `responses` should pair up, got {len(prompts)} and {len(responses)}.")
         rows = [self.encode(p, r) for p, r in zip(prompts, responses, strict=True)]
         empty = [index for index, row in enumerate(rows) if not row]
         if empty:
@@ -204,7 +208,7 @@ def pad_left(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[NDArray[np.int
     """Put rows of ids into one array, short ones padded on the left.
 
     Returns:
-        input_ids (B, L) and attention_mask (B, L). The mask comes from the lengths: the padding id may equal a real one.
+        input_ids (B, L) and attention_mask (B, L). The mask comes from lengths: the padding id may be a real one.
     """
     lengths = np.array([len(row) for row in rows])
     width = int(lengths.max())
@@ -226,6 +230,14 @@ def _read_head(path: str | os.PathLike[str]) -> tuple[NDArray[Any], float, dict[
     except SafetensorError as error:
         raise ValueError(f"{path} should hold the tensors `weight` (H,) and `bias` (1,): {error}") from error
     return weight, bias.item(), metadata
+
+
+def _with_sorted_header(packed: bytes) -> bytes:
+    """The same safetensors file with its header in order, which safetensors leaves to chance: same head, same bytes."""
+    end = 8 + int.from_bytes(packed[:8], "little")
+    header = json.dumps(json.loads(packed[8:end]), sort_keys=True, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)  # the format pads with spaces, so that tensors stay aligned
+    return len(header).to_bytes(8, "little") + header + packed[end:]
 
 
 def _portable_name(source: str) -> str:

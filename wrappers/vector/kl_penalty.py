@@ -9,8 +9,7 @@ import numpy as np
 from gymnasium.vector import VectorEnv, VectorWrapper
 from numpy.typing import NDArray
 
-from textenv.wrappers.kl import KLLeash, Logprobs
-from textenv.wrappers.kl_penalty import _reference_of
+from textenv.wrappers.kl import KLLeash, Logprobs, task_reference
 from textenv.wrappers.vector.infos import reset_rows, resets_next_step, with_end_infos
 
 
@@ -40,7 +39,7 @@ class KLPenalty(VectorWrapper[Any, Any, Any, Any, Any]):
         episodes_per_update: int | None = None,
     ) -> None:
         super().__init__(env)
-        reference = ref_logprobs if ref_logprobs is not None else _reference_of(env)
+        reference = ref_logprobs if ref_logprobs is not None else task_reference(env)
         self.leash = KLLeash(env.num_envs, reference, policy_logprobs, kl_coef, target_kl, episodes_per_update)
         self._observations: dict[str, Any] = {}
         self._resetting = np.zeros(env.num_envs, dtype=np.bool_)

@@ -1,0 +1,146 @@
+"""Checkpoints: a folder with everything that training needs to go on, written all or nothing.
+
+    state.json          configuration, counters, environment and wrapper states
+    policy.safetensors  the weights that train
+    policy.json         how a `LanguageModelPolicy` was made (absent for other policies)
+    optimizer.pt        optimiser and minibatch generator, read with `weights_only=True`
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from textenv.agents.policy import Policy
+from textenv.replay import layers
+
+if TYPE_CHECKING:
+    from textenv.agents.ppo import PPO
+
+VERSION = 1
+
+
+class Saved(NamedTuple):
+    """A checkpoint as it was read."""
+
+    folder: Path
+    state: dict[str, Any]
+
+    def make_policy(self) -> Policy:
+        """Remake the language model policy that was saved; its trained weights come with `restore`.
+
+        Raises:
+            ValueError: another kind of policy was saved.
+        """
+        settings = self.folder / "policy.json"
+        if not settings.exists():
+            raise ValueError(
+                f"{self.folder} holds a {self.state['policy']}, which cannot be remade from its weights alone. Make one "
+                "as it was made for training and pass it: load(folder, envs, policy=...)."
+            )
+        from textenv.agents.language_model import LanguageModelPolicy
+
+        return LanguageModelPolicy.from_pretrained(**json.loads(settings.read_text()))
+
+
+def save(agent: PPO, folder: str | os.PathLike[str]) -> None:
+    """Write a checkpoint beside `folder` and move it into place: an interruption leaves the old one or the new one."""
+    folder = Path(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
+    try:
+        _write(agent, scratch)
+        _swap(scratch, folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _write(agent: PPO, folder: Path) -> None:
+    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in agent.policy.state_dict().items()}
+    save_file(tensors, folder / "policy.safetensors")
+    if hasattr(agent.policy, "save_pretrained"):
+        agent.policy.save_pretrained(folder)
+    torch.save(
+        {"optimizer": agent.optimizer.state_dict(), "generator": agent.generator.get_state()}, folder / "optimizer.pt"
+    )
+    state = {
+        "version": VERSION,
+        "agent": type(agent).__name__,
+        "policy": type(agent.policy).__name__,
+        "config": dataclasses.asdict(agent.config),
+        "seed": agent.seed,
+        "iteration": agent.iteration,
+        "episodes": agent.episodes,
+        "total_episodes": agent.total_episodes,
+        "envs": [(type(layer).__name__, layer.state_dict()) for layer in _stateful(agent.envs)],
+    }
+    (folder / "state.json").write_text(json.dumps(state, indent=2) + "\n")
+
+
+def _swap(new: Path, folder: Path) -> None:
+    """Put `new` in the place of `folder`. The old checkpoint is there until the new one is."""
+    old = folder.with_name(f".{folder.name}-old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        if not (folder / "state.json").exists() and any(folder.iterdir()):
+            raise FileExistsError(f"{folder} exists and is no checkpoint; it is not overwritten. Choose another folder.")
+        folder.rename(old)
+    new.chmod(0o755)
+    new.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def read(folder: str | os.PathLike[str]) -> Saved:
+    """Read a checkpoint's state.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is of a version that this one cannot read.
+    """
+    folder = Path(folder)
+    old = folder.with_name(f".{folder.name}-old")
+    if not folder.exists() and old.exists():  # interrupted between the two renames of `_swap`
+        folder = old
+    if not (folder / "state.json").exists() and (folder / "checkpoint" / "state.json").exists():
+        folder = folder / "checkpoint"  # a run folder
+    if not (folder / "state.json").exists():
+        raise FileNotFoundError(
+            f"{folder} should be a folder that `save` wrote (or a run folder of `learn`), but it has no state.json."
+        )
+    state = json.loads((folder / "state.json").read_text())
+    if state["version"] != VERSION:
+        raise ValueError(f"{folder} is a checkpoint of version {state['version']}, this textenv reads {VERSION}.")
+    return Saved(folder, state)
+
+
+def restore(agent: PPO, saved: Saved) -> None:
+    """Bring an agent, its policy and its environments to the saved state.
+
+    Raises:
+        ValueError: the environments are not wrapped as they were.
+    """
+    stateful = list(_stateful(agent.envs))
+    then, now = [name for name, _ in saved.state["envs"]], [type(layer).__name__ for layer in stateful]
+    if then != now:
+        raise ValueError(f"The environments should be wrapped as for training, {then}, got {now}.")
+    agent.policy.load_state_dict(load_file(saved.folder / "policy.safetensors"))
+    tensors = torch.load(saved.folder / "optimizer.pt", weights_only=True)
+    agent.optimizer.load_state_dict(tensors["optimizer"])
+    agent.generator.set_state(tensors["generator"])
+    for layer, (_, state) in zip(stateful, saved.state["envs"], strict=True):
+        layer.load_state_dict(state)
+    agent.iteration, agent.episodes = saved.state["iteration"], saved.state["episodes"]
+    agent.total_episodes = saved.state["total_episodes"]
+
+
+def _stateful(envs: Any) -> Any:
+    """Layers of the environment stack that have something to remember."""
+    return (layer for layer in layers(envs) if hasattr(type(layer), "state_dict"))

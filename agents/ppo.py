@@ -1,0 +1,284 @@
+"""Proximal policy optimisation on text environments (Schulman et al. 2017, arXiv:1707.06347; Ziegler et al. 2019).
+
+One iteration reads in the order of the algorithm:
+
+    1. rollout         the engine writes one response per prompt
+    2. score           the scorer judges them; the reference's log-probabilities come from the same pass where it can
+    3. logprobs        the policy's own log-probabilities and values, in one pass
+    4. rewards         the responses are replayed through the wrapped environments, which charge the tolls
+    5. advantages      GAE over tokens, whitened over the batch
+    6. optimise        epochs of minibatches: clipped policy loss, value loss
+    7. bookkeeping     one `IterationStats`
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium.vector import VectorEnv
+from numpy.typing import NDArray
+from torch import Tensor
+
+from textenv.agents import checkpoint, training
+from textenv.agents.advantages import gae, whiten
+from textenv.agents.config import PPOConfig
+from textenv.agents.losses import Counts, aggregate, clipped_policy_loss, clipped_value_loss, log_ratio
+from textenv.agents.policy import Policy, arithmetic, device_of
+from textenv.agents.rollouts import Engine, engine_for
+from textenv.agents.rollouts.collect import collect, reference_of
+from textenv.agents.start_check import check_ratios, check_reference
+from textenv.agents.stats import UpdateStats, iteration_stats
+from textenv.agents.types import IterationStats, Rollout
+
+
+class PPO:
+    """Token-level PPO with a value head.
+
+    Args:
+        policy: see `Policy`; a `LanguageModelPolicy` as a rule.
+        envs: vector text environments, ``gym.make_vec("RLHF-v0", num_envs=...)``. The policy's log-probabilities and
+            its own reference are attached to their `KLPenalty`.
+        config: None for the defaults.
+        seed: of prompts, sampling and minibatches. Equal seeds give equal runs.
+        engine: writes the responses; None for the policy's own.
+
+    Raises:
+        TypeError: `envs` holds no text environments.
+        ValueError: the policy has nothing to train.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        envs: VectorEnv[Any, Any, Any],
+        config: PPOConfig | None = None,
+        *,
+        seed: int = 0,
+        engine: Engine | None = None,
+    ) -> None:
+        self.policy, self.envs, self.config, self.seed = policy, envs, config or PPOConfig(), seed
+        self.engine = engine or engine_for(policy)
+        training.attach(policy, envs)
+        self.parameters = [p for p in policy.parameters() if p.requires_grad]
+        if not self.parameters:
+            raise ValueError("The policy should have parameters that require a gradient, got none: nothing would train.")
+        self.optimizer = torch.optim.AdamW(
+            self.parameters, self.config.learning_rate, weight_decay=self.config.weight_decay, fused=True
+        )
+        self.generator = torch.Generator().manual_seed(seed)
+        self.iteration = 0
+        self.episodes = 0
+        self.total_episodes: int | None = None
+        self._warned: set[str] = set()
+
+    # -- the algorithm ------------------------------------------------------------------------------------------------
+
+    def iterate(self) -> Iterator[IterationStats]:
+        """Train without end, one record per iteration."""
+        while True:
+            yield self.step()
+
+    def step(self) -> IterationStats:
+        """One iteration: collect, then optimise."""
+        if hasattr(self.policy, "eval"):
+            self.policy.eval()  # dropout off, in rollouts and updates alike
+        rollout = self.rollout()
+        if self.iteration == 0 and self.config.check_start:
+            check_reference(self.policy, reference_of(self.policy, self.envs), rollout)
+        start = time.perf_counter()
+        learning_rate = self._set_learning_rate()
+        update = self.optimise(rollout)
+        rollout.seconds["update"] = time.perf_counter() - start
+        self.iteration += 1
+        self.episodes += len(rollout.prompts)
+        self._warn_about(rollout)
+        return iteration_stats(
+            rollout,
+            update,
+            iteration=self.iteration,
+            episodes=self.episodes,
+            kl_coef=training.kl_coef(self.envs),
+            learning_rate=learning_rate,
+        )
+
+    @property
+    def batch_size(self) -> int:
+        """Episodes per iteration."""
+        return self.config.episodes_per_iteration or self.envs.num_envs
+
+    def rollout(self) -> Rollout:
+        """Steps 1 to 5: finished episodes with advantages."""
+        config, device = self.config, device_of(self.policy)
+        episodes = collect(
+            self.policy,
+            self.envs,
+            self.engine,
+            episodes=self.batch_size,
+            seed=training.derive_seed(self.seed, self.iteration),
+            env_seed=self.seed if self.iteration == 0 else None,
+            micro_batch_size=config.micro_batch_size,
+        )
+        replayed = episodes.replayed
+        kept = ~np.isnan(replayed.scores)  # dropped samples take part in nothing
+        response_mask = torch.as_tensor(replayed.response_mask & kept[:, None], device=device)
+        rewards = torch.as_tensor(replayed.rewards, dtype=torch.float32, device=device)
+        values = episodes.output.values
+        advantages, returns = gae(rewards, values, response_mask, config.gamma, config.gae_lambda)
+        if config.whiten_advantages:
+            advantages = whiten(advantages, response_mask)
+        return Rollout(
+            input_ids=torch.as_tensor(replayed.input_ids, device=device),
+            attention_mask=torch.as_tensor(replayed.attention_mask, device=device),
+            response_mask=response_mask,
+            logprobs=episodes.output.logprobs,
+            ref_logprobs=episodes.ref_logprobs,
+            values=values,
+            rewards=rewards,
+            advantages=advantages,
+            returns=returns,
+            scores=torch.as_tensor(replayed.scores, dtype=torch.float32),
+            finish_reason=tuple(replayed.infos["finish_reason"]),
+            prompts=episodes.prompts,
+            responses=episodes.responses,
+            seconds=episodes.seconds,
+        )
+
+    def optimise(self, rollout: Rollout) -> UpdateStats:
+        """Step 6: epochs of minibatches over the batch."""
+        stats = UpdateStats(self.config.clip_range)
+        count = len(rollout.input_ids)
+        for epoch in range(self.config.epochs):
+            order = torch.randperm(count, generator=self.generator)
+            for number, index in enumerate(order.tensor_split(min(self.config.num_minibatches, count))):
+                first = self.iteration == 0 and epoch == 0 and number == 0 and self.config.check_start
+                self._update(rollout, index.to(rollout.input_ids.device), stats, check=first)
+        return stats
+
+    def _update(self, rollout: Rollout, index: Tensor, stats: UpdateStats, check: bool) -> None:
+        """One optimiser step on the episodes at `index`, in micro-batches with the minibatch's own denominators."""
+        counts = Counts.of(rollout.response_mask[index])
+        if counts.tokens == 0:
+            return
+        self.optimizer.zero_grad(set_to_none=True)
+        for rows in index.split(self.config.micro_batch_size or len(index)):
+            with arithmetic(self.policy):
+                self._loss(rollout.rows(rows), counts, stats, check).backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)
+        if not torch.isfinite(norm):
+            raise FloatingPointError(
+                f"The gradient should be finite, its norm is {float(norm)}; the step was not taken. Look at the last "
+                "scores and log-ratios, lower learning_rate, or use dtype='float32'."
+            )
+        stats.add_grad_norm(float(norm))
+        self.optimizer.step()
+
+    def _loss(self, batch: Rollout, counts: Counts, stats: UpdateStats, check: bool) -> Tensor:
+        """Clipped policy loss + vf_coef * value loss, this micro-batch's share of the minibatch's mean."""
+        config, mask = self.config, batch.response_mask
+        output = self.policy.evaluate(batch.input_ids, batch.attention_mask, batch.response_tokens)
+        logratio = log_ratio(output.logprobs, batch.logprobs, mask)
+        if check:
+            check_ratios(self.policy, logratio, mask)
+        policy_loss = aggregate(
+            clipped_policy_loss(output.logprobs, batch.logprobs, batch.advantages, mask, config.clip_range),
+            mask,
+            config.loss_mode,
+            counts,
+        )
+        value_loss = aggregate(
+            clipped_value_loss(output.values, batch.values, batch.returns, mask, config.clip_range_vf),
+            mask,
+            config.loss_mode,
+            counts,
+        )
+        stats.add(policy_loss, value_loss, logratio, output.entropies, mask)
+        return policy_loss + config.vf_coef * value_loss
+
+    def _set_learning_rate(self) -> float:
+        rate = self.config.learning_rate
+        if self.config.lr_schedule == "linear" and self.total_episodes:
+            rate *= max(0.0, 1.0 - self.episodes / self.total_episodes)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        return rate
+
+    def _warn_about(self, rollout: Rollout) -> None:
+        """Say once what makes a batch teach nothing, or the wrong thing."""
+        if all(reason == "length" for reason in rollout.finish_reason):
+            self._warn_once(
+                "Every response of a batch was cut by the budget: the policy cannot learn to stop. Raise "
+                "max_response_tokens, add stop ids, or set missing_eos_penalty."
+            )
+        if not (rollout.advantages[rollout.response_mask] != 0).any():
+            self._warn_once("Every advantage of a batch is 0 (all rewards equal?): this iteration taught the policy nothing.")
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(message, UserWarning, stacklevel=4)
+
+    # -- what users call ----------------------------------------------------------------------------------------------
+
+    def learn(
+        self,
+        total_episodes: int,
+        run_dir: str | os.PathLike[str] | None = "auto",
+        *,
+        save_every: int = 1,
+        progress: bool = True,
+    ) -> PPO:
+        """Train until `total_episodes` episodes have been seen since training began.
+
+        Args:
+            total_episodes: counted over resumed runs, and rounded up to whole iterations.
+            run_dir: where metrics, samples and checkpoints go; ``"auto"``: ``runs/ppo-<date>-<time>``; None: nowhere.
+            save_every: iterations between checkpoints, ``run_dir/checkpoint``. At 1 a crash or Ctrl-C loses at most the
+                iteration that it interrupts.
+            progress: show a live table with samples.
+
+        Returns:
+            The agent.
+        """
+        training.learn(self, total_episodes, run_dir, save_every, progress)
+        return self
+
+    def predict(self, observation: Mapping[str, NDArray[Any]], deterministic: bool = True) -> Any:
+        """The next token for one observation (an int) or for N of them (an array).
+
+        Args:
+            observation: as the environments give it.
+            deterministic: the most likely token; else one is drawn.
+        """
+        return training.predict(self.policy, observation, deterministic, self.generator)
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write everything that training needs to go on, all or nothing: see `checkpoint.save`."""
+        checkpoint.save(self, folder)
+
+    @classmethod
+    def load(
+        cls,
+        folder: str | os.PathLike[str],
+        envs: VectorEnv[Any, Any, Any],
+        policy: Policy | None = None,
+        engine: Engine | None = None,
+    ) -> PPO:
+        """Go on from `save`.
+
+        Args:
+            folder: what `save` wrote.
+            envs: environments made as they were for training; their state (prompt generators, KL coefficient, score
+                statistics) is restored.
+            policy: a policy of the kind that was saved; None remakes a `LanguageModelPolicy`.
+            engine: see the class.
+        """
+        saved = checkpoint.read(folder)
+        agent = cls(policy or saved.make_policy(), envs, PPOConfig(**saved.state["config"]), seed=saved.state["seed"], engine=engine)
+        checkpoint.restore(agent, saved)
+        return agent

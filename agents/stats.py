@@ -1,0 +1,114 @@
+"""Figures of an iteration. Every mean over tokens is over real tokens."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from textenv.agents.losses import approx_kl, explained_variance
+from textenv.agents.types import IterationStats, Rollout, Sample
+from textenv.metrics import distinct_n
+
+SAMPLES = 4
+"""Responses kept to look at, per iteration."""
+
+
+class UpdateStats:
+    """What the optimiser saw, summed over micro-batches, minibatches and epochs.
+
+    Args:
+        clip_range: of the ratio.
+    """
+
+    def __init__(self, clip_range: float) -> None:
+        self.clip_range = clip_range
+        self.grad_norms: list[float] = []
+        self._losses = [0.0, 0.0]
+        self._logratios: list[Tensor] = []
+        self._entropies: list[Tensor] = []
+
+    def add(
+        self, policy_loss: Tensor, value_loss: Tensor, logratio: Tensor, entropies: Tensor, response_mask: Tensor
+    ) -> None:
+        """One micro-batch: its shares of the minibatch's losses, and its tokens."""
+        self._losses[0] += float(policy_loss.detach())
+        self._losses[1] += float(value_loss.detach())
+        self._logratios.append(logratio.detach()[response_mask].float().cpu())
+        self._entropies.append(entropies.detach()[response_mask].float().cpu())
+
+    def add_grad_norm(self, norm: float) -> None:
+        """One optimiser step: its gradient norm before clipping."""
+        self.grad_norms.append(norm)
+
+    def figures(self) -> dict[str, float]:
+        """Means over optimiser steps (losses, norms) and over tokens (the rest)."""
+        steps = len(self.grad_norms)
+        if steps == 0:
+            names = ("policy_loss", "value_loss", "grad_norm", "clip_fraction", "approx_kl", "entropy")
+            return dict.fromkeys((*names, "ratio_q01", "ratio_q50", "ratio_q99"), math.nan)
+        logratio = torch.cat(self._logratios)
+        ratio = logratio.exp()
+        low, middle, high = torch.quantile(_at_most(ratio, 1_000_000), torch.tensor([0.01, 0.5, 0.99])).tolist()
+        return {
+            "policy_loss": self._losses[0] / steps,
+            "value_loss": self._losses[1] / steps,
+            "grad_norm": sum(self.grad_norms) / steps,
+            "clip_fraction": float(((ratio - 1).abs() > self.clip_range).float().mean()),
+            "approx_kl": float(approx_kl(logratio).mean()),
+            "entropy": float(torch.cat(self._entropies).mean()),
+            "ratio_q01": low,
+            "ratio_q50": middle,
+            "ratio_q99": high,
+        }
+
+
+def _at_most(x: Tensor, count: int) -> Tensor:
+    """Evenly spaced entries of x: torch's quantile refuses more than 16 million."""
+    return x[:: max(1, len(x) // count)]
+
+
+def iteration_stats(
+    rollout: Rollout,
+    update: UpdateStats,
+    *,
+    iteration: int,
+    episodes: int,
+    kl_coef: float,
+    learning_rate: float,
+) -> IterationStats:
+    """Step 7: everything about one iteration in one record."""
+    kept = torch.isfinite(rollout.scores)
+    scores = rollout.scores[kept]
+    kl = rollout.kl()
+    lengths = rollout.response_mask.sum(-1).cpu()[kept]
+    texts = [text for text, keep in zip(rollout.responses, kept.tolist(), strict=True) if keep]
+    stopped = [reason == "stop" for reason, keep in zip(rollout.finish_reason, kept.tolist(), strict=True) if keep]
+    shaped = (rollout.rewards * rollout.response_mask).sum(-1).cpu()[kept]
+    return IterationStats(
+        iteration=iteration,
+        episodes=episodes,
+        score=_mean(scores),
+        score_std=float(scores.std(correction=0)) if len(scores) else math.nan,
+        kl=math.nan if kl is None else _mean(kl.cpu()[kept]),
+        shaped_return=_mean(shaped),
+        response_length=_mean(lengths.float()),
+        eos_rate=_mean(torch.tensor(stopped, dtype=torch.float32)),
+        distinct_2=distinct_n(texts, 2),
+        kl_coef=kl_coef,
+        learning_rate=learning_rate,
+        explained_variance=explained_variance(rollout.values, rollout.returns, rollout.response_mask),
+        dropped=int((~kept).sum()),
+        tokens=int(rollout.response_mask.sum()),
+        seconds=dict(rollout.seconds),
+        samples=tuple(
+            Sample(*sample)
+            for sample in list(zip(rollout.prompts, rollout.responses, rollout.scores.tolist(), strict=True))[:SAMPLES]
+        ),
+        **update.figures(),
+    )
+
+
+def _mean(x: Tensor) -> float:
+    return float(x.double().mean()) if len(x) else math.nan

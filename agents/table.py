@@ -1,0 +1,38 @@
+"""A policy that is a table of logits: one row per response position. Enough to be optimal on additive toy languages."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+from torch import Tensor, nn
+
+from textenv.agents.policy import last_columns, output_from_logits
+from textenv.agents.types import PolicyOutput
+
+
+class TablePolicy(nn.Module):
+    """Logits and values that depend on the number of response tokens so far, and on nothing else.
+
+    Args:
+        logits: (T, V) to start from, those of the reference as a rule. -inf forbids a token for good.
+        prompt_tokens: P, the columns before the response.
+    """
+
+    def __init__(self, logits: ArrayLike, prompt_tokens: int = 1) -> None:
+        super().__init__()
+        start = torch.tensor(np.asarray(logits), dtype=torch.float32)
+        self.prompt_tokens = prompt_tokens
+        self.logits = nn.Parameter(start.clone())
+        self.values = nn.Parameter(torch.zeros(len(start)))
+
+    def evaluate(self, input_ids: Tensor, attention_mask: Tensor, response_tokens: int) -> PolicyOutput:
+        """See `Policy.evaluate`."""
+        logits = self.logits.expand(len(input_ids), -1, -1)
+        values = self.values.expand(len(input_ids), -1)
+        return output_from_logits(logits, values, input_ids, attention_mask[:, -response_tokens:])
+
+    def next_logits(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """See `Policy.next_logits`; a full response has no next token and gets the last position's logits."""
+        position = last_columns(attention_mask) - self.prompt_tokens + 1
+        return self.logits[position.clamp_max(len(self.logits) - 1)]

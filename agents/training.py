@@ -1,0 +1,96 @@
+"""What agents share around their algorithm: seeds, the learning loop, prediction, and what they read off environments."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from gymnasium.vector import VectorEnv
+from numpy.typing import NDArray
+
+from textenv.agents.policy import Policy, PolicyLogprobs, arithmetic, device_of
+from textenv.agents.rollouts.base import sample_tokens
+from textenv.agents.run_log import RunLog
+from textenv.replay import attach_policy, layers, text_envs
+
+if TYPE_CHECKING:
+    from textenv.agents.ppo import PPO
+
+
+def derive_seed(seed: int, iteration: int) -> int:
+    """A seed of its own for each iteration, below 2**63."""
+    return int(np.random.SeedSequence([seed, iteration]).generate_state(2, np.uint32).astype(np.uint64) @ [1, 2**31])
+
+
+def kl_coef(envs: VectorEnv[Any, Any, Any]) -> float:
+    """The coefficient that the environments charge now; nan without a `KLPenalty`."""
+    for layer in layers(envs):
+        if "leash" in vars(layer):
+            return float(layer.leash.kl_coef)
+    return math.nan
+
+
+def attach(policy: Policy, envs: VectorEnv[Any, Any, Any]) -> None:
+    """Make a policy the one that acts in environments: their toll asks it, and measures against its own reference.
+
+    A reward model on the same weights as that reference reads its trunk from then on, instead of loading another.
+
+    Args:
+        policy: the policy that acts.
+        envs: vector text environments.
+
+    Raises:
+        TypeError: `envs` holds no text environments.
+    """
+    base, reference = text_envs(envs), getattr(policy, "reference", None)
+    attach_policy(envs, PolicyLogprobs(policy), reference)
+    scorer = base.task.scorer
+    source = getattr(scorer, "source", None)
+    if source is not None and hasattr(scorer, "with_trunk") and source == getattr(reference, "source", None):
+        base.task = dataclasses.replace(base.task, scorer=scorer.with_trunk(reference))
+
+
+def learn(
+    agent: PPO, total_episodes: int, run_dir: str | os.PathLike[str] | None, save_every: int, progress: bool
+) -> None:
+    """Drive an agent's iterations, log each, and keep a checkpoint of the last one that was completed."""
+    for name, value in (("total_episodes", total_episodes), ("save_every", save_every)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"`{name}` should be an integer of at least 1, got {value!r}: there would be nothing to do.")
+    agent.total_episodes = total_episodes
+    folder = None if run_dir is None else Path(run_dir)
+    if run_dir == "auto":
+        folder = Path("runs") / f"{type(agent).__name__.lower()}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    checkpoint = None if folder is None else folder / "checkpoint"
+    with RunLog(folder, total_episodes, agent.iteration, agent.episodes, progress) as log:
+        if checkpoint is not None:
+            agent.save(checkpoint)
+        while agent.episodes < total_episodes:
+            stats = agent.step()
+            log.record(stats)
+            last = agent.episodes >= total_episodes
+            if checkpoint is not None and (last or agent.iteration % save_every == 0):
+                agent.save(checkpoint)
+
+
+@torch.no_grad()
+def predict(
+    policy: Policy, observation: Mapping[str, NDArray[Any]], deterministic: bool, generator: torch.Generator
+) -> Any:
+    """The next token for one observation, or for each of N."""
+    ids, mask = (np.asarray(observation[key]) for key in ("input_ids", "attention_mask"))
+    single = ids.ndim == 1
+    device = device_of(policy)
+    batch = [torch.as_tensor(np.atleast_2d(array), device=device) for array in (ids, mask)]
+    with arithmetic(policy):
+        logits = policy.next_logits(*batch)
+    uniforms = torch.rand(len(logits), generator=generator, dtype=torch.float64).to(device)
+    actions: NDArray[np.int64] = sample_tokens(logits, uniforms, 0.0 if deterministic else 1.0).cpu().numpy()
+    return int(actions[0]) if single else actions
