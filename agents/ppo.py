@@ -31,7 +31,7 @@ from textenv.agents.config import PPOConfig
 from textenv.agents.losses import Counts, aggregate, clipped_policy_loss, clipped_value_loss, log_ratio
 from textenv.agents.policy import Policy, arithmetic, device_of
 from textenv.agents.rollouts import Engine, engine_for
-from textenv.agents.rollouts.collect import collect, reference_of
+from textenv.agents.rollouts.collect import by_length, collect, reference_of
 from textenv.agents.start_check import check_ratios, check_reference
 from textenv.agents.stats import UpdateStats, iteration_stats
 from textenv.agents.types import IterationStats, Rollout
@@ -166,7 +166,7 @@ class PPO:
         if counts.tokens == 0:
             return
         self.optimizer.zero_grad(set_to_none=True)
-        for rows in index.split(self.config.micro_batch_size or len(index)):
+        for rows in by_length(rollout.attention_mask, index).split(self.config.micro_batch_size or len(index)):
             with arithmetic(self.policy):
                 self._loss(rollout.rows(rows), counts, stats, check).backward()
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)

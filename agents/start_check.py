@@ -98,5 +98,5 @@ def suspects(policy: Any, reference: Any) -> str:
 
 def dtype_of_model(model: Any, default: str) -> str:
     """A model's arithmetic where it says so."""
-    return str(getattr(model, "dtype", getattr(model, "dtype_name", default)))
+    return str(getattr(model, "dtype", default))
 

@@ -40,7 +40,8 @@ def kl_coef(envs: VectorEnv[Any, Any, Any]) -> float:
 def attach(policy: Policy, envs: VectorEnv[Any, Any, Any]) -> None:
     """Make a policy the one that acts in environments: their toll asks it, and measures against its own reference.
 
-    A reward model on the same weights as that reference reads its trunk from then on, instead of loading another.
+    A reward model on the same weights (and in the same precision) reads that reference's trunk from then on, instead of
+    loading another.
 
     Args:
         policy: the policy that acts.
@@ -51,10 +52,11 @@ def attach(policy: Policy, envs: VectorEnv[Any, Any, Any]) -> None:
     """
     base, reference = text_envs(envs), getattr(policy, "reference", None)
     attach_policy(envs, PolicyLogprobs(policy), reference)
-    scorer = base.task.scorer
-    source = getattr(scorer, "source", None)
-    if source is not None and hasattr(scorer, "with_trunk") and source == getattr(reference, "source", None):
-        base.task = dataclasses.replace(base.task, scorer=scorer.with_trunk(reference))
+    if hasattr(base.task.scorer, "with_trunk"):
+        from textenv.rewards.shared import shares_trunk
+
+        if shares_trunk(base.task.scorer, reference):
+            base.task = dataclasses.replace(base.task, scorer=base.task.scorer.with_trunk(reference))
 
 
 def learn(

@@ -52,6 +52,12 @@ class Arguments:
     """Of AdamW, on the adapters and the value head."""
     epochs: int = 2
     """Passes over each batch."""
+    num_minibatches: int = 3
+    """Optimiser steps per pass."""
+    micro_batch_size: int = 16
+    """Responses that go through the network at once."""
+    gae_lambda: float = 0.95
+    """Between one-step advantages and Monte Carlo returns."""
     lora_rank: int = 16
     """Of the adapters."""
     dtype: str = "bfloat16"
@@ -104,8 +110,10 @@ def main(arguments: Arguments) -> dict[str, Any]:
         learning_rate=arguments.learning_rate,
         epochs=arguments.epochs,
         gamma=1.0,
-        gae_lambda=0.95,
+        gae_lambda=arguments.gae_lambda,
         clip_range=0.2,
+        num_minibatches=arguments.num_minibatches,
+        micro_batch_size=arguments.micro_batch_size,
     )
     attach(policy, eval_envs)
     agent = PPO(policy, envs, config, seed=arguments.seed)

@@ -127,10 +127,11 @@ def _scores_and_reference(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64] | None]:
     """Scores (B,) and reference log-probabilities (B, T): one pass for both where they share a trunk."""
     width = task.mdp.max_response_tokens
-    if hasattr(task.scorer, "source") and hasattr(reference, "source"):
+    if hasattr(task.scorer, "with_trunk"):
         from textenv.rewards.shared import score_and_logprobs, shares_trunk
 
         if shares_trunk(task.scorer, reference):
+            reference = reference.load() if hasattr(reference, "load") else reference
             ids, mask = state.input_ids, state.attention_mask
             scores, ref = score_and_logprobs(task.scorer, reference, prompts, responses, ids, mask, width)
             return call_scorer(lambda _prompts, _responses: scores, prompts, responses, task.scorer_errors), ref
@@ -140,20 +141,25 @@ def _scores_and_reference(
     return scores, reference.response_logprobs(state.input_ids, state.attention_mask, width)
 
 
+def by_length(attention_mask: Tensor, index: Tensor) -> Tensor:
+    """The rows of `index` from short to long, so that micro-batches of neighbours hold little padding."""
+    return index[attention_mask[index].sum(-1).argsort(stable=True)]
+
+
 @torch.no_grad()
 def evaluate_frozen(policy: Policy, state: TokenState, response_tokens: int, rows: int | None) -> PolicyOutput:
     """The policy's view of the batch without gradients, `rows` at a time."""
     device = device_of(policy)
     ids = torch.as_tensor(state.input_ids, device=device)
     mask = torch.as_tensor(state.attention_mask, device=device)
-    parts = []
+    order = by_length(mask, torch.arange(len(ids), device=device))
     with arithmetic(policy):
-        for block in torch.arange(len(ids), device=device).split(rows or len(ids)):
-            parts.append(policy.evaluate(ids[block], mask[block], response_tokens))
+        parts = [policy.evaluate(ids[block], mask[block], response_tokens) for block in order.split(rows or len(ids))]
+    back = order.argsort()
     return PolicyOutput(
-        torch.cat([part.logprobs for part in parts]).float(),
-        torch.cat([part.values for part in parts]).float(),
-        torch.cat([part.entropies for part in parts]).float(),
+        torch.cat([part.logprobs for part in parts])[back].float(),
+        torch.cat([part.values for part in parts])[back].float(),
+        torch.cat([part.entropies for part in parts])[back].float(),
     )
 
 

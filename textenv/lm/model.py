@@ -210,23 +210,23 @@ class LazyLanguageModel:
         temperature: float = 1.0,
     ) -> None:
         self.source = resolve(name)
-        self.device_name, self.dtype_name = device, dtype
+        self.device_name, self.dtype = device, dtype
         self.named_size, self.temperature = named_size, temperature
         self._model: LanguageModel | None = None
 
     def load(self) -> LanguageModel:
         """The model, from memory where somebody already holds it."""
         if self._model is None:
-            key = (self.source, self.device_name, self.dtype_name)
+            key = (self.source, self.device_name, self.dtype)
             module = _loaded.get(key)
             if module is None:
-                module = _loaded[key] = load_causal_lm(self.source, self.device_name, self.dtype_name)
+                module = _loaded[key] = load_causal_lm(self.source, self.device_name, self.dtype)
             self._model = LanguageModel(
                 module,
                 source=self.source,
                 named_size=self.named_size,
                 temperature=self.temperature,
-                dtype=self.dtype_name,
+                dtype=self.dtype,
             )
         return self._model
 

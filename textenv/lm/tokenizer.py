@@ -65,15 +65,22 @@ class TextTokenizer:
         return frozenset(self.tokenizer.all_special_ids)
 
     def ids_of(self, strings: Sequence[str]) -> tuple[int, ...]:
-        """Every id whose text, spaces at its ends aside, is one of `strings`: ``"."`` finds both ``"."`` and ``" ."``.
+        """Every id whose text, with or without the space around it, is one of `strings`.
+
+        ``"."`` finds ``"."``, ``" ."`` and ``".\\n"``; ``"\\n"`` finds ``"\\n"`` alone. Special tokens count too.
 
         Raises:
             ValueError: no single token has that text, so that stopping there would never happen.
         """
         if not strings:
             return ()
-        texts = [text.strip() for text in self.decode_batch([[i] for i in range(self.named_size)])]
-        found = {wanted: [i for i, text in enumerate(texts) if text == wanted] for wanted in strings}
+        texts = self.tokenizer.batch_decode(
+            [[i] for i in range(self.named_size)], skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        found = {
+            wanted: [i for i, text in enumerate(texts) if wanted and wanted in (text, text.strip())]
+            for wanted in strings
+        }
         for wanted, ids in found.items():
             if not ids:
                 raise ValueError(

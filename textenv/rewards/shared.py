@@ -32,7 +32,7 @@ class Reference(Trunk, Protocol):
 
 
 def shares_trunk(scorer: object, reference: object) -> TypeGuard[RewardModel]:
-    """Whether `score_and_logprobs` can serve both: the scorer is a head on the weights that the reference has.
+    """Whether `score_and_logprobs` can serve both: a head on the weights that the reference has, in one precision.
 
     A subclass of `RewardModel` that overrides how texts are scored does not share: only its own call knows its scores.
 
@@ -44,6 +44,7 @@ def shares_trunk(scorer: object, reference: object) -> TypeGuard[RewardModel]:
         isinstance(scorer, RewardModel)
         and type(scorer).__call__ is RewardModel.__call__
         and scorer.source == getattr(reference, "source", None)
+        and getattr(scorer.trunk, "dtype", None) == getattr(reference, "dtype", None)
     )
 
 
