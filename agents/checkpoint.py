@@ -88,8 +88,8 @@ def _write(agent: PPO, folder: Path) -> None:
 def _swap(new: Path, folder: Path) -> None:
     """Put `new` in the place of `folder`. The old checkpoint is there until the new one is."""
     old = folder.with_name(f".{folder.name}-old")
-    shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
+        shutil.rmtree(old, ignore_errors=True)
         if not (folder / "state.json").exists() and any(folder.iterdir()):
             raise FileExistsError(f"{folder} exists and is no checkpoint; it is not overwritten. Choose another folder.")
         folder.rename(old)
@@ -139,6 +139,7 @@ def restore(agent: PPO, saved: Saved) -> None:
         layer.load_state_dict(state)
     agent.iteration, agent.episodes = saved.state["iteration"], saved.state["episodes"]
     agent.total_episodes = saved.state["total_episodes"]
+    agent.run_folder = saved.folder.resolve().parent
 
 
 def _stateful(envs: Any) -> Any:

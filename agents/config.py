@@ -87,6 +87,9 @@ class PPOConfig:
                 raise ValueError(f"`{name}` should be a number of at least 0, got {getattr(self, name)!r}.")
         if self.clip_range_vf is not None and (not self._is_number("clip_range_vf") or self.clip_range_vf <= 0):
             raise ValueError(f"`clip_range_vf` should be positive or None, got {self.clip_range_vf!r}.")
+        for name in ("whiten_advantages", "check_start"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"`{name}` should be True or False, got {getattr(self, name)!r}.")
         if self.loss_mode not in LOSS_MODES:
             raise ValueError(f"`loss_mode` should be one of {LOSS_MODES}, got {self.loss_mode!r}.")
         if self.lr_schedule not in ("constant", "linear"):

@@ -45,7 +45,7 @@ class LanguageModelPolicy(nn.Module):
         # Features of unit variance let the head learn at the policy's learning rate; starting at 0 keeps the first
         # advantages equal to the returns.
         self.value_norm = nn.LayerNorm(lm.hidden_size, elementwise_affine=False, device=lm.device)
-        self.value_head = nn.Linear(lm.hidden_size, 1, device=lm.device)
+        self.value_head = nn.utils.skip_init(nn.Linear, lm.hidden_size, 1, device=lm.device)  # draws no random numbers
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
         self.eval()
@@ -75,10 +75,14 @@ class LanguageModelPolicy(nn.Module):
             seed: of the adapters' start; the process's random state is left alone.
 
         Raises:
-            ValueError: unknown model or dtype, a rank below 1, a temperature that is not positive.
+            ValueError: unknown model or dtype, a rank or alpha below 1, a temperature that is not positive.
         """
-        if lora_rank is not None and (not isinstance(lora_rank, int) or lora_rank < 1):
-            raise ValueError(f"`lora_rank` should be an integer of at least 1, or None to train all weights, got {lora_rank!r}.")
+        for name, value, none in (
+            ("lora_rank", lora_rank, "train all weights"),
+            ("lora_alpha", lora_alpha, "use twice the rank"),
+        ):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"`{name}` should be an integer of at least 1, or None to {none}, got {value!r}.")
         tokenizer = load_tokenizer(model)
         module = load_causal_lm(model, device)
         common: dict[str, Any] = {
@@ -161,7 +165,7 @@ class LanguageModelPolicy(nn.Module):
         return super().load_state_dict(state, strict=False, assign=assign)
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write the settings that `from_pretrained` needs, and with adapters a PEFT adapter folder beside them."""
+        """Write policy.json, the settings that `from_pretrained` needs; the weights are `state_dict`'s."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "policy.json").write_text(json.dumps(self.settings, indent=2) + "\n")

@@ -17,6 +17,7 @@ import os
 import time
 import warnings
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -75,6 +76,7 @@ class PPO:
         self.iteration = 0
         self.episodes = 0
         self.total_episodes: int | None = None
+        self.run_folder: Path | None = None
         self._warned: set[str] = set()
 
     # -- the algorithm ------------------------------------------------------------------------------------------------

@@ -33,27 +33,37 @@ class RunLog:
         iteration: completed before (a resumed run); later lines of an earlier attempt are dropped.
         episodes: seen before.
         progress: show the live table.
+        goes_on: the run in the folder, if there is one, is the one that goes on.
 
     Raises:
         FileExistsError: the folder holds another run.
     """
 
-    def __init__(self, folder: Path | None, total_episodes: int, iteration: int, episodes: int, progress: bool) -> None:
+    def __init__(
+        self,
+        folder: Path | None,
+        total_episodes: int,
+        iteration: int = 0,
+        episodes: int = 0,
+        progress: bool = True,
+        goes_on: bool = False,
+    ) -> None:
         self.folder, self.total, self.start = folder, total_episodes, episodes
         self.rows: list[dict[str, Any]] = []
         self._recent: deque[IterationStats] = deque(maxlen=ROWS)
         self._progress = progress
         if folder is not None:
-            self._open(folder, iteration)
+            self._open(folder, iteration, goes_on)
 
-    def _open(self, folder: Path, iteration: int) -> None:
+    def _open(self, folder: Path, iteration: int, goes_on: bool) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         metrics = folder / "metrics.jsonl"
         if metrics.exists():
-            if iteration == 0:
+            if not goes_on:
                 raise FileExistsError(
-                    f"{folder} already holds a run. Choose another run_dir, or go on with it: load({str(folder)!r}, envs)."
+                    f"{folder} already holds a run, whose metrics would be lost. Choose another run_dir, or go on with "
+                    f"that run: load({str(folder)!r}, envs)."
                 )
             lines = [json.loads(line) for line in metrics.read_text().splitlines()]
             self.rows = [row for row in lines if row["iteration"] <= iteration]

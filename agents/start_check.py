@@ -31,7 +31,7 @@ def check_reference(policy: Any, reference: Any, rollout: Rollout) -> None:
         return
     gaps = (rollout.logprobs - rollout.ref_logprobs)[rollout.response_mask]
     gap = float(gaps.abs().mean()) if len(gaps) else 0.0
-    if gap > tolerance(policy):
+    if not gap <= tolerance(policy):  # NaN too
         raise StartError(
             f"Before the first update the policy should be the reference, but their log-probabilities differ by "
             f"{gap:.3g} nats per token on average. {suspects(policy, reference)} A toll against another model pulls "

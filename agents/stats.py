@@ -85,7 +85,8 @@ def iteration_stats(
     lengths = rollout.response_mask.sum(-1).cpu()[kept]
     texts = [text for text, keep in zip(rollout.responses, kept.tolist(), strict=True) if keep]
     stopped = [reason == "stop" for reason, keep in zip(rollout.finish_reason, kept.tolist(), strict=True) if keep]
-    shaped = (rollout.rewards * rollout.response_mask).sum(-1).cpu()[kept]
+    rewards = torch.where(rollout.response_mask, rollout.rewards, torch.zeros_like(rollout.rewards))
+    shaped = rewards.sum(-1).cpu()[kept]
     return IterationStats(
         iteration=iteration,
         episodes=episodes,

@@ -33,6 +33,16 @@ class TablePolicy(nn.Module):
         return output_from_logits(logits, values, input_ids, attention_mask[:, -response_tokens:])
 
     def next_logits(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """See `Policy.next_logits`; a full response has no next token and gets the last position's logits."""
+        """See `Policy.next_logits`; a full response has no next token and gets the last position's logits.
+
+        Raises:
+            ValueError: there are fewer columns than the prompt has, so that positions cannot be told.
+        """
         position = last_columns(attention_mask) - self.prompt_tokens + 1
+        if (position < 0).any():
+            raise ValueError(
+                f"A table counts positions from column {self.prompt_tokens}, got prefixes that end at column "
+                f"{int(position.min()) + self.prompt_tokens}. Pad prompts on the left to prompt_tokens={self.prompt_tokens}, "
+                "or make the table for prompts of equal length."
+            )
         return self.logits[position.clamp_max(len(self.logits) - 1)]

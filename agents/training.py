@@ -71,7 +71,9 @@ def learn(
     if run_dir == "auto":
         folder = Path("runs") / f"{type(agent).__name__.lower()}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     checkpoint = None if folder is None else folder / "checkpoint"
-    with RunLog(folder, total_episodes, agent.iteration, agent.episodes, progress) as log:
+    goes_on = folder is not None and folder.resolve() == agent.run_folder
+    with RunLog(folder, total_episodes, agent.iteration, agent.episodes, progress, goes_on) as log:
+        agent.run_folder = None if folder is None else folder.resolve()
         if checkpoint is not None:
             agent.save(checkpoint)
         while agent.episodes < total_episodes:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
@@ -102,7 +103,8 @@ class Rollout:
         """Sum over each response of log pi - log pi_ref (k1), nats; None without a reference."""
         if self.ref_logprobs is None:
             return None
-        return ((self.logprobs - self.ref_logprobs) * self.response_mask).sum(-1)
+        gaps = self.logprobs - self.ref_logprobs
+        return torch.where(self.response_mask, gaps, torch.zeros_like(gaps)).sum(-1)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A small text world for tests: twelve pieces of text, functions as scorers, log-probabilities by a formula. No model."""
+"""A small text world for tests: twelve pieces of text, functions as scorers, log-probabilities by formula. No model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from textenv import TextTask
 
 PIECES = ("<end>", " good", " bad", " film", "s", " films", " a", " is", " not", " very", ".", "</s>")
-"""Id to text. `" film"` + `"s"` reads as `" films"`, which is one id of its own: decoding, then encoding, changes ids."""
+"""Id to text. `" film"` and `"s"` read as `" films"`, which is an id of its own: decode, then encode, changes ids."""
 
 END, GOOD, BAD, FILM, S, FILMS, A, IS, NOT, VERY, DOT, CLOSE = range(12)
 VOCAB_SIZE = len(PIECES)
@@ -41,9 +41,7 @@ class PieceTokenizer:
 
 def count_good(prompts: list[str], responses: list[str]) -> NDArray[np.float64]:
     """+1 for each good, -1 for each bad, and 0.1 for each character of the prompt, so that a mix-up of rows shows."""
-    return np.array(
-        [r.count("good") - r.count("bad") + 0.1 * len(p) for p, r in zip(prompts, responses, strict=True)]
-    )
+    return np.array([r.count("good") - r.count("bad") + 0.1 * len(p) for p, r in zip(prompts, responses, strict=True)])
 
 
 class CountingScorer:
@@ -53,7 +51,7 @@ class CountingScorer:
         self.scorer = scorer
         self.calls: list[tuple[list[str], list[str]]] = []
 
-    def __call__(self, prompts: list[str], responses: list[str], **context: Any) -> Any:
+    def __call__(self, prompts: list[str], responses: list[str]) -> Any:
         self.calls.append((prompts, responses))
         return self.scorer(prompts, responses)
 
@@ -72,7 +70,8 @@ class PrefixLogprobs:
     def formula(self, input_ids: NDArray[Any], attention_mask: NDArray[Any], actions: NDArray[Any]) -> Any:
         places = np.arange(1, input_ids.shape[1] + 1)
         prefix = ((input_ids.astype(np.int64) + 1) * attention_mask * places).sum(axis=1)
-        return -((prefix * 31 + (np.asarray(actions) + 1) * 17 + self.salt * 7) % 97 + 1) / 99
+        mixed = prefix * (31 + self.salt) + (np.asarray(actions) + 1) * (17 + 5 * self.salt)
+        return -(mixed % 97 + 1) / 99
 
 
 class WholeLogprobs(PrefixLogprobs):

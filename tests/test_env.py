@@ -8,12 +8,10 @@ import pickle
 import warnings
 
 import gymnasium as gym
-import numpy as np
 import pytest
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.utils.env_checker import check_env
 from helpers import (
-    A,
     BAD,
     CLOSE,
     DOT,
@@ -23,6 +21,7 @@ from helpers import (
     GOOD,
     PROMPTS,
     VERY,
+    A,
     CountingScorer,
     PieceTokenizer,
     S,
@@ -216,6 +215,13 @@ class TestGymnasium:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             checker.check_env(make())
+
+    def test_stable_baselines3_trains(self):
+        sb3 = pytest.importorskip("stable_baselines3")
+        envs = sb3.common.vec_env.DummyVecEnv([lambda: gym.make("textenv/Toy-v0", length_limit="terminate")] * 2)
+        agent = sb3.PPO("MultiInputPolicy", envs, n_steps=32, batch_size=32, n_epochs=1, device="cpu", seed=0)
+        agent.learn(128)
+        assert agent.num_timesteps == 128
 
     def test_an_id_that_imports_its_package(self):
         env = gym.make("textenv:textenv/Toy-v0")

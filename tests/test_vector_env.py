@@ -1,4 +1,4 @@
-"""N episodes side by side: equal to N single environments under Gymnasium's own `SyncVectorEnv`, in every autoreset mode."""
+"""N episodes side by side: equal to single ones under Gymnasium's own `SyncVectorEnv`, in every autoreset mode."""
 
 from __future__ import annotations
 
@@ -125,7 +125,9 @@ class TestEqualsSyncVectorEnv:
                 observations, rewards, terminations, truncations, infos = envs.step(np.array([token]))
                 assert rewards[0] == steps["rewards"][t]
                 assert (terminations[0], truncations[0]) == steps["ends"][t]
-            final = infos["final_obs"] if mode is AutoresetMode.SAME_STEP else [{k: v[0] for k, v in observations.items()}]
+            final = (
+                infos["final_obs"] if mode is AutoresetMode.SAME_STEP else [{k: v[0] for k, v in observations.items()}]
+            )
             assert_same(final[0], steps["observation"])
             ends = infos.get("final_info", infos)
             assert {k: v[0] for k, v in ends.items() if not k.startswith("_")} == steps["info"]
@@ -229,6 +231,22 @@ class TestOwnership:
         assert results[-1]["attention_mask"][:, 6:].tolist() == [[1, 1, 1, 0, 0]] * 2
 
     @BY_MODE
+    @pytest.mark.parametrize("length_limit", ["truncate", "terminate"])
+    def test_what_an_agent_writes_into_results_changes_nothing(self, mode, length_limit):
+        envs, untouched = (ours(mode, 3, everything, length_limit=length_limit) for _ in range(2))
+        assert_same(envs.reset(seed=0), untouched.reset(seed=0))
+        for actions in random_actions(np.random.default_rng(0), 3 * 20).reshape(20, 3):
+            _, rewards, terminations, truncations, infos = result = envs.step(actions)
+            assert_same(result, untouched.step(actions))
+            ended = terminations | truncations
+            for array in (rewards, terminations, truncations, *(a for a in infos.values() if a is not None)):
+                if isinstance(array, np.ndarray) and array.dtype != object:
+                    array[:] = 1 - array.astype(int)
+            if mode is AutoresetMode.DISABLED and ended.any():
+                masks = [{"reset_mask": ended.copy()} for _ in range(2)]
+                assert_same(envs.reset(options=masks[0]), untouched.reset(options=masks[1]))
+
+    @BY_MODE
     def test_actions_and_options_are_not_edited(self, mode):
         envs = ours(mode, 2)
         options = {"prompts": [" a film", " films"]}
@@ -249,7 +267,7 @@ class TestOwnership:
         assert_same(envs.reset(), twin.reset())
 
 
-# Case: the autoreset mode is no part of the data. Actions depend on row, episode and place only, so that episodes match.
+# The autoreset mode is no part of the data. Actions depend on row, episode and place only, so that episodes match.
 
 
 def action_of(row: int, episode: int, t: int) -> int:

@@ -90,9 +90,15 @@ class Normalize:
 
     def __init__(self, mean: float | None, std: float | None) -> None:
         if (mean is None) != (std is None):
-            raise ValueError(f"`mean` and `std` should be given together or not at all, got mean={mean}, std={std}.")
+            raise ValueError(
+                f"`mean` and `std` should be given together or not at all, got mean={mean}, std={std}. Leave both out "
+                "for the running figures."
+            )
         if mean is not None and std is not None and not (math.isfinite(mean) and math.isfinite(std) and std > 0):
-            raise ValueError(f"`mean` should be finite and `std` positive, got mean={mean}, std={std}.")
+            raise ValueError(
+                f"`mean` should be finite and `std` positive, got mean={mean}, std={std}. Leave both out for the "
+                "running figures."
+            )
         self.fixed = None if mean is None or std is None else (float(mean), float(std))
         self.count, self.mean, self.squares = 0, 0.0, 0.0
 

@@ -21,6 +21,7 @@ from textenv.mdp import TokenState
 from textenv.replay import Replay, layers, replay, text_envs, whole_responses
 from textenv.scoring import call_scorer
 from textenv.task import TextTask
+from textenv.whole import whole_logprobs
 
 
 @dataclass(frozen=True)
@@ -136,9 +137,7 @@ def _scores_and_reference(
             scores, ref = score_and_logprobs(task.scorer, reference, prompts, responses, ids, mask, width)
             return call_scorer(lambda _prompts, _responses: scores, prompts, responses, task.scorer_errors), ref
     scores = call_scorer(task.scorer, prompts, responses, task.scorer_errors)
-    if reference is None or not hasattr(reference, "response_logprobs"):
-        return scores, None  # a per-token callable is asked by replay
-    return scores, reference.response_logprobs(state.input_ids, state.attention_mask, width)
+    return scores, None if reference is None else whole_logprobs(reference, state, task.mdp)
 
 
 def by_length(attention_mask: Tensor, index: Tensor) -> Tensor:

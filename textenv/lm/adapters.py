@@ -24,9 +24,16 @@ def add_lora(model: Any, rank: int, alpha: int, seed: int) -> None:
         seed: of A's random start; torch's global generator is left as it was.
     """
     from peft import LoraConfig
+    from transformers.pytorch_utils import Conv1D
 
     config = LoraConfig(
-        r=rank, lora_alpha=alpha, lora_dropout=0.0, bias="none", target_modules="all-linear", task_type="CAUSAL_LM"
+        r=rank,
+        lora_alpha=alpha,
+        lora_dropout=0.0,
+        bias="none",
+        target_modules="all-linear",
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),  # GPT-2's transposed linear layers
+        task_type="CAUSAL_LM",
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
