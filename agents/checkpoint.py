@@ -23,7 +23,7 @@ from textenv.agents.policy import Policy
 from textenv.replay import layers
 
 if TYPE_CHECKING:
-    from textenv.agents.ppo import PPO
+    from textenv.agents.agent import Agent
 
 VERSION = 1
 
@@ -51,7 +51,7 @@ class Saved(NamedTuple):
         return LanguageModelPolicy.from_pretrained(**json.loads(settings.read_text()))
 
 
-def save(agent: PPO, folder: str | os.PathLike[str]) -> None:
+def save(agent: Agent, folder: str | os.PathLike[str]) -> None:
     """Write a checkpoint beside `folder` and move it into place: an interruption leaves the old one or the new one."""
     folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -63,7 +63,7 @@ def save(agent: PPO, folder: str | os.PathLike[str]) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _write(agent: PPO, folder: Path) -> None:
+def _write(agent: Agent, folder: Path) -> None:
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in agent.policy.state_dict().items()}
     save_file(tensors, folder / "policy.safetensors")
     if hasattr(agent.policy, "save_pretrained"):
@@ -98,12 +98,16 @@ def _swap(new: Path, folder: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def read(folder: str | os.PathLike[str]) -> Saved:
+def read(folder: str | os.PathLike[str], agent: str) -> Saved:
     """Read a checkpoint's state.
+
+    Args:
+        folder: a checkpoint, or the run folder that holds one.
+        agent: name of the class that will go on with it.
 
     Raises:
         FileNotFoundError: there is none.
-        ValueError: it is of a version that this one cannot read.
+        ValueError: it is of another agent, or of a version that this one cannot read.
     """
     folder = Path(folder)
     old = folder.with_name(f".{folder.name}-old")
@@ -118,10 +122,12 @@ def read(folder: str | os.PathLike[str]) -> Saved:
     state = json.loads((folder / "state.json").read_text())
     if state["version"] != VERSION:
         raise ValueError(f"{folder} is a checkpoint of version {state['version']}, this textenv reads {VERSION}.")
+    if state["agent"] != agent:
+        raise ValueError(f"{folder} was saved by {state['agent']}, got {agent}: load it with {state['agent']}.load.")
     return Saved(folder, state)
 
 
-def restore(agent: PPO, saved: Saved) -> None:
+def restore(agent: Agent, saved: Saved) -> None:
     """Bring an agent, its policy and its environments to the saved state.
 
     Raises:

@@ -6,11 +6,10 @@ one trunk. Dropout is never on: a policy's log-probabilities are a function of i
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -131,15 +130,13 @@ class LanguageModelPolicy(nn.Module):
     def evaluate(self, input_ids: Tensor, attention_mask: Tensor, response_tokens: int) -> PolicyOutput:
         """Log-probabilities, values and entropies (B, T) of given responses; see `Policy.evaluate`.
 
-        Columns that no row uses are cut off first; the value of token t is read from the state before it.
+        The value of token t is read from the state before it.
         """
-        first, end = _used_columns(attention_mask, response_tokens)
-        width = response_tokens - (attention_mask.shape[1] - end)
-        ids, mask = input_ids[:, first:end], attention_mask[:, first:end]
-        hidden = self.lm.hidden_states(ids, mask)
-        logprobs, entropies = self.lm.read_response(hidden, ids, mask, width)
-        values = self._values(hidden[:, -width - 1 : -1]) * mask[:, -width:]
-        return PolicyOutput(*(nn.functional.pad(x, (0, response_tokens - width)) for x in (logprobs, values, entropies)))
+        hidden = self.lm.hidden_states(input_ids, attention_mask)
+        logprobs, entropies = self.lm.read_response(hidden, input_ids, attention_mask, response_tokens)
+        values = self._values(hidden[:, -response_tokens - 1 : -1])
+        values = torch.where(attention_mask[:, -response_tokens:].bool(), values, torch.zeros_like(values))
+        return PolicyOutput(logprobs, values, entropies)
 
     def _values(self, hidden: Tensor) -> Tensor:
         with torch.autocast(hidden.device.type, enabled=False):
@@ -170,9 +167,3 @@ class LanguageModelPolicy(nn.Module):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "policy.json").write_text(json.dumps(self.settings, indent=2) + "\n")
 
-
-def _used_columns(attention_mask: Tensor, response_tokens: int) -> tuple[int, int]:
-    """First and one past the last column that any row uses; at least one response column is kept."""
-    used = attention_mask.any(0).nonzero().squeeze(-1)
-    end = max(int(used[-1]) + 1, attention_mask.shape[1] - response_tokens + 1)
-    return int(used[0]), end

@@ -13,78 +13,28 @@ One iteration reads in the order of the algorithm:
 
 from __future__ import annotations
 
-import os
 import time
-import warnings
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from gymnasium.vector import VectorEnv
-from numpy.typing import NDArray
 from torch import Tensor
 
-from textenv.agents import checkpoint, training
+from textenv.agents import training
 from textenv.agents.advantages import gae, whiten
+from textenv.agents.agent import Agent
 from textenv.agents.config import PPOConfig
 from textenv.agents.losses import Counts, aggregate, clipped_policy_loss, clipped_value_loss, log_ratio
-from textenv.agents.policy import Policy, arithmetic, device_of
-from textenv.agents.rollouts import Engine, engine_for
+from textenv.agents.policy import arithmetic, device_of
 from textenv.agents.rollouts.collect import by_length, collect, reference_of
 from textenv.agents.start_check import check_ratios, check_reference
 from textenv.agents.stats import UpdateStats, iteration_stats
 from textenv.agents.types import IterationStats, Rollout
 
 
-class PPO:
-    """Token-level PPO with a value head.
+class PPO(Agent):
+    """Token-level PPO with a value head. Arguments, `learn`, `predict`, `save` and `load` are those of `Agent`."""
 
-    Args:
-        policy: see `Policy`; a `LanguageModelPolicy` as a rule.
-        envs: vector text environments, ``gym.make_vec("RLHF-v0", num_envs=...)``. The policy's log-probabilities and
-            its own reference are attached to their `KLPenalty`.
-        config: None for the defaults.
-        seed: of prompts, sampling and minibatches. Equal seeds give equal runs.
-        engine: writes the responses; None for the policy's own.
-
-    Raises:
-        TypeError: `envs` holds no text environments.
-        ValueError: the policy has nothing to train.
-    """
-
-    def __init__(
-        self,
-        policy: Policy,
-        envs: VectorEnv[Any, Any, Any],
-        config: PPOConfig | None = None,
-        *,
-        seed: int = 0,
-        engine: Engine | None = None,
-    ) -> None:
-        self.policy, self.envs, self.config, self.seed = policy, envs, config or PPOConfig(), seed
-        self.engine = engine or engine_for(policy)
-        training.attach(policy, envs)
-        self.parameters = [p for p in policy.parameters() if p.requires_grad]
-        if not self.parameters:
-            raise ValueError("The policy should have parameters that require a gradient, got none: nothing would train.")
-        self.optimizer = torch.optim.AdamW(
-            self.parameters, self.config.learning_rate, weight_decay=self.config.weight_decay, fused=True
-        )
-        self.generator = torch.Generator().manual_seed(seed)
-        self.iteration = 0
-        self.episodes = 0
-        self.total_episodes: int | None = None
-        self.run_folder: Path | None = None
-        self._warned: set[str] = set()
-
-    # -- the algorithm ------------------------------------------------------------------------------------------------
-
-    def iterate(self) -> Iterator[IterationStats]:
-        """Train without end, one record per iteration."""
-        while True:
-            yield self.step()
+    config_class = PPOConfig
 
     def step(self) -> IterationStats:
         """One iteration: collect, then optimise."""
@@ -108,11 +58,6 @@ class PPO:
             kl_coef=training.kl_coef(self.envs),
             learning_rate=learning_rate,
         )
-
-    @property
-    def batch_size(self) -> int:
-        """Episodes per iteration."""
-        return self.config.episodes_per_iteration or self.envs.num_envs
 
     def rollout(self) -> Rollout:
         """Steps 1 to 5: finished episodes with advantages."""
@@ -201,86 +146,3 @@ class PPO:
         )
         stats.add(policy_loss, value_loss, logratio, output.entropies, mask)
         return policy_loss + config.vf_coef * value_loss
-
-    def _set_learning_rate(self) -> float:
-        rate = self.config.learning_rate
-        if self.config.lr_schedule == "linear" and self.total_episodes:
-            rate *= max(0.0, 1.0 - self.episodes / self.total_episodes)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        return rate
-
-    def _warn_about(self, rollout: Rollout) -> None:
-        """Say once what makes a batch teach nothing, or the wrong thing."""
-        if all(reason == "length" for reason in rollout.finish_reason):
-            self._warn_once(
-                "Every response of a batch was cut by the budget: the policy cannot learn to stop. Raise "
-                "max_response_tokens, add stop ids, or set missing_eos_penalty."
-            )
-        if not (rollout.advantages[rollout.response_mask] != 0).any():
-            self._warn_once("Every advantage of a batch is 0 (all rewards equal?): this iteration taught the policy nothing.")
-
-    def _warn_once(self, message: str) -> None:
-        if message not in self._warned:
-            self._warned.add(message)
-            warnings.warn(message, UserWarning, stacklevel=4)
-
-    # -- what users call ----------------------------------------------------------------------------------------------
-
-    def learn(
-        self,
-        total_episodes: int,
-        run_dir: str | os.PathLike[str] | None = "auto",
-        *,
-        save_every: int = 1,
-        progress: bool = True,
-    ) -> PPO:
-        """Train until `total_episodes` episodes have been seen since training began.
-
-        Args:
-            total_episodes: counted over resumed runs, and rounded up to whole iterations.
-            run_dir: where metrics, samples and checkpoints go; ``"auto"``: ``runs/ppo-<date>-<time>``; None: nowhere.
-            save_every: iterations between checkpoints, ``run_dir/checkpoint``. At 1 a crash or Ctrl-C loses at most the
-                iteration that it interrupts.
-            progress: show a live table with samples.
-
-        Returns:
-            The agent.
-        """
-        training.learn(self, total_episodes, run_dir, save_every, progress)
-        return self
-
-    def predict(self, observation: Mapping[str, NDArray[Any]], deterministic: bool = True) -> Any:
-        """The next token for one observation (an int) or for N of them (an array).
-
-        Args:
-            observation: as the environments give it.
-            deterministic: the most likely token; else one is drawn.
-        """
-        return training.predict(self.policy, observation, deterministic, self.generator)
-
-    def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write everything that training needs to go on, all or nothing: see `checkpoint.save`."""
-        checkpoint.save(self, folder)
-
-    @classmethod
-    def load(
-        cls,
-        folder: str | os.PathLike[str],
-        envs: VectorEnv[Any, Any, Any],
-        policy: Policy | None = None,
-        engine: Engine | None = None,
-    ) -> PPO:
-        """Go on from `save`.
-
-        Args:
-            folder: what `save` wrote.
-            envs: environments made as they were for training; their state (prompt generators, KL coefficient, score
-                statistics) is restored.
-            policy: a policy of the kind that was saved; None remakes a `LanguageModelPolicy`.
-            engine: see the class.
-        """
-        saved = checkpoint.read(folder)
-        agent = cls(policy or saved.make_policy(), envs, PPOConfig(**saved.state["config"]), seed=saved.state["seed"], engine=engine)
-        checkpoint.restore(agent, saved)
-        return agent

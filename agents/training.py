@@ -21,7 +21,7 @@ from textenv.agents.run_log import RunLog
 from textenv.replay import attach_policy, layers, text_envs
 
 if TYPE_CHECKING:
-    from textenv.agents.ppo import PPO
+    from textenv.agents.agent import Agent
 
 
 def derive_seed(seed: int, iteration: int) -> int:
@@ -60,7 +60,7 @@ def attach(policy: Policy, envs: VectorEnv[Any, Any, Any]) -> None:
 
 
 def learn(
-    agent: PPO, total_episodes: int, run_dir: str | os.PathLike[str] | None, save_every: int, progress: bool
+    agent: Agent, total_episodes: int, run_dir: str | os.PathLike[str] | None, save_every: int, progress: bool
 ) -> None:
     """Drive an agent's iterations, log each, and keep a checkpoint of the last one that was completed."""
     for name, value in (("total_episodes", total_episodes), ("save_every", save_every)):

@@ -21,8 +21,9 @@ from textenv.lm.loading import DTYPES, load_causal_lm, resolve
 from textenv.lm.logprobs import OutputHead, token_logprobs
 from textenv.lm.precision import precision
 
-TOKENS_PER_PASS = 8192
-"""Frozen passes go through this many tokens at a time, which bounds their activations."""
+TOKENS_PER_PASS = {"cpu": 1024, "cuda": 16384}
+"""Tokens of a frozen pass: bounds activations. Small blocks of rows of like length hold little padding, and lose nothing
+on a CPU."""
 
 
 class LanguageModel:
@@ -97,15 +98,19 @@ class LanguageModel:
             )
 
     def hidden_states(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Last hidden states (B, L, H) of padded rows; values in masked columns mean nothing."""
-        attention_mask = attention_mask.long()
-        position_ids = (attention_mask.cumsum(-1) - 1).clamp_min(0)
+        """Last hidden states (B, L, H) of padded rows; values in masked columns mean nothing.
+
+        Columns that no row uses do not go through the model.
+        """
+        used = attention_mask.any(0).nonzero().squeeze(-1)
+        first, end = int(used[0]), int(used[-1]) + 1
+        ids, mask = input_ids[:, first:end].long(), attention_mask[:, first:end].long()
+        position_ids = (mask.cumsum(-1) - 1).clamp_min(0)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == "bfloat16"):
             output = self.model.base_model(
-                input_ids=input_ids.long(), attention_mask=attention_mask, position_ids=position_ids, use_cache=False
+                input_ids=ids, attention_mask=mask, position_ids=position_ids, use_cache=False
             )
-        hidden: Tensor = output.last_hidden_state
-        return hidden
+        return torch.nn.functional.pad(output.last_hidden_state, (0, 0, first, attention_mask.shape[1] - end))
 
     def read_response(
         self, hidden: Tensor, input_ids: Tensor, attention_mask: Tensor, response_tokens: int
@@ -125,7 +130,7 @@ class LanguageModel:
     def frozen_pass(
         self, input_ids: Tensor, attention_mask: Tensor, response_tokens: int, read_columns: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """One pass without gradients, row blocks of `TOKENS_PER_PASS` tokens.
+        """One pass without gradients, rows of like length together, `TOKENS_PER_PASS` tokens at a time.
 
         Args:
             input_ids: (B, L).
@@ -136,18 +141,19 @@ class LanguageModel:
         Returns:
             logprobs (B, T), and the hidden states (B, H) at `read_columns` or None.
         """
-        rows = max(1, TOKENS_PER_PASS // input_ids.shape[1])
-        logprobs, read = [], []
+        order = attention_mask.sum(-1).argsort(stable=True)
+        rows = max(1, TOKENS_PER_PASS.get(self.device.type, 16384) // input_ids.shape[1])
+        logprobs = torch.zeros(len(input_ids), response_tokens, device=self.device)
+        read = None if read_columns is None else torch.zeros(len(input_ids), self.hidden_size, device=self.device)
         with precision(self.device.type, self.dtype):
-            for block in torch.arange(len(input_ids), device=input_ids.device).split(rows):
+            for block in order.split(rows):
                 ids, mask = input_ids[block], attention_mask[block]
                 hidden = self.hidden_states(ids, mask)
                 if response_tokens:
-                    logprobs.append(self.read_response(hidden, ids, mask, response_tokens)[0])
-                if read_columns is not None:
-                    read.append(hidden[torch.arange(len(block)), read_columns[block]].float())
-        empty = torch.zeros(len(input_ids), 0)
-        return torch.cat(logprobs) if logprobs else empty, torch.cat(read) if read else None
+                    logprobs[block] = self.read_response(hidden, ids, mask, response_tokens)[0]
+                if read is not None and read_columns is not None:
+                    read[block] = hidden[torch.arange(len(block)), read_columns[block]].float()
+        return logprobs, read
 
     def response_logprobs(self, input_ids: np.ndarray, attention_mask: np.ndarray, response_tokens: int) -> np.ndarray:
         """Log-probabilities (B, T) of whole responses from one pass, float64, zero where the mask is 0."""
@@ -160,9 +166,7 @@ class LanguageModel:
         """Log-probability (N,) of each action after its prefix, float64."""
         ids = np.asarray(observations["input_ids"])
         mask = np.asarray(observations["attention_mask"])
-        last = _last_columns(mask)
-        first, end = int(mask.argmax(1).min()), int(last.max()) + 1  # columns that hold anything
-        hidden = self.states_at(ids[:, first:end], mask[:, first:end], last - first)
+        hidden = self.states_at(ids, mask, _last_columns(mask))
         with torch.no_grad(), precision(self.device.type, self.dtype):
             targets = torch.as_tensor(np.asarray(actions), device=self.device).long()
             logprobs, _ = token_logprobs(hidden, targets, self.head)

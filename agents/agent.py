@@ -1,0 +1,171 @@
+"""What every agent is around its algorithm: construction, the learning loop, prediction, checkpoints.
+
+A subclass gives `config_class` and `step()`, one iteration; it knows the algorithm, this file does not.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Self
+
+import torch
+from gymnasium.vector import VectorEnv
+from numpy.typing import NDArray
+
+from textenv.agents import checkpoint, training
+from textenv.agents.config import PPOConfig
+from textenv.agents.policy import Policy
+from textenv.agents.rollouts import Engine, engine_for
+from textenv.agents.types import IterationStats, Rollout
+
+
+class Agent(ABC):
+    """A policy that learns on text environments.
+
+    Args:
+        policy: see `Policy`; a `LanguageModelPolicy` as a rule.
+        envs: vector text environments, ``gym.make_vec("RLHF-v0", num_envs=...)``. The policy's log-probabilities and
+            its own reference are attached to their `KLPenalty`.
+        config: None for the defaults.
+        seed: of prompts, sampling and minibatches. Equal seeds give equal runs.
+        engine: writes the responses; None for the policy's own.
+
+    Raises:
+        TypeError: `envs` holds no text environments.
+        ValueError: the policy has nothing to train.
+    """
+
+    config_class: ClassVar[type[PPOConfig]]
+
+    def __init__(
+        self,
+        policy: Policy,
+        envs: VectorEnv[Any, Any, Any],
+        config: PPOConfig | None = None,
+        *,
+        seed: int = 0,
+        engine: Engine | None = None,
+    ) -> None:
+        self.policy, self.envs, self.config, self.seed = policy, envs, config or self.config_class(), seed
+        training.attach(policy, envs)
+        self.engine = engine or engine_for(policy)
+        self.parameters = [p for p in policy.parameters() if p.requires_grad]
+        if not self.parameters:
+            raise ValueError(
+                "The policy should have parameters that require a gradient, got none: nothing would be trained. Load "
+                "it with lora_rank, or unfreeze its weights."
+            )
+        self.optimizer = torch.optim.AdamW(
+            self.parameters, self.config.learning_rate, weight_decay=self.config.weight_decay, fused=True
+        )
+        self.generator = torch.Generator().manual_seed(seed)
+        self.iteration = 0
+        self.episodes = 0
+        self.total_episodes: int | None = None
+        self._warned: set[str] = set()
+
+    @abstractmethod
+    def step(self) -> IterationStats:
+        """One iteration: collect, then optimise."""
+
+    def iterate(self) -> Iterator[IterationStats]:
+        """Train without end, one record per iteration."""
+        while True:
+            yield self.step()
+
+    @property
+    def batch_size(self) -> int:
+        """Episodes per iteration."""
+        return self.config.episodes_per_iteration or self.envs.num_envs
+
+    def learn(
+        self,
+        total_episodes: int,
+        run_dir: str | os.PathLike[str] | None = "auto",
+        *,
+        save_every: int = 1,
+        progress: bool = True,
+    ) -> Self:
+        """Train until `total_episodes` episodes have been seen since training began.
+
+        Args:
+            total_episodes: counted over resumed runs, and rounded up to whole iterations.
+            run_dir: where metrics, samples and checkpoints go; ``"auto"``: ``runs/<agent>-<date>-<time>``; None: nowhere.
+            save_every: iterations between checkpoints, ``run_dir/checkpoint``. At 1 a crash or Ctrl-C loses at most the
+                iteration that it interrupts.
+            progress: show a live table with samples.
+
+        Returns:
+            The agent.
+        """
+        training.learn(self, total_episodes, run_dir, save_every, progress)
+        return self
+
+    def predict(self, observation: Mapping[str, NDArray[Any]], deterministic: bool = True) -> Any:
+        """The next token for one observation (an int) or for N of them (an array).
+
+        Args:
+            observation: as the environments give it.
+            deterministic: the most likely token; else one is drawn.
+        """
+        return training.predict(self.policy, observation, deterministic, self.generator)
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write everything that training needs to go on, all or nothing: see `checkpoint`."""
+        checkpoint.save(self, folder)
+
+    @classmethod
+    def load(
+        cls,
+        folder: str | os.PathLike[str],
+        envs: VectorEnv[Any, Any, Any],
+        policy: Policy | None = None,
+        engine: Engine | None = None,
+    ) -> Self:
+        """Go on from `save`.
+
+        Args:
+            folder: what `save` wrote, or the run folder of `learn`.
+            envs: environments made as they were for training; their state (prompt generators, KL coefficient, score
+                statistics) is restored.
+            policy: a policy of the kind that was saved; None remakes a `LanguageModelPolicy`.
+            engine: see the class.
+
+        Raises:
+            FileNotFoundError: there is no checkpoint.
+            ValueError: it is another agent's, or does not fit the policy or the environments.
+        """
+        saved = checkpoint.read(folder, cls.__name__)
+        config = cls.config_class(**saved.state["config"])
+        agent = cls(policy or saved.make_policy(), envs, config, seed=saved.state["seed"], engine=engine)
+        checkpoint.restore(agent, saved)
+        return agent
+
+    def _set_learning_rate(self) -> float:
+        """This iteration's learning rate, by the schedule."""
+        rate = self.config.learning_rate
+        if self.config.lr_schedule == "linear" and self.total_episodes:
+            rate *= max(0.0, 1.0 - self.episodes / self.total_episodes)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        return rate
+
+    def _warn_about(self, rollout: Rollout) -> None:
+        """Say once what makes a batch teach nothing, or the wrong thing."""
+        if all(reason == "length" for reason in rollout.finish_reason):
+            self._warn_once(
+                "Every response of a batch was cut by the budget: the policy cannot learn to stop. Raise "
+                "max_response_tokens, add stop ids, or set missing_eos_penalty."
+            )
+        if not (rollout.advantages[rollout.response_mask] != 0).any():
+            self._warn_once(
+                "Every advantage of a batch is 0 (all rewards equal?): this iteration taught the policy nothing."
+            )
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(message, UserWarning, stacklevel=4)
