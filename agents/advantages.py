@@ -1,6 +1,6 @@
 """Advantages over response tokens. Pure torch: knows no environment, policy or text.
 
-Legend: B responses, T response tokens. A response's tokens are the first ones of its row; `response_mask` is True on them.
+Legend: B responses, T response tokens. A response's tokens are the first of its row; `response_mask` is True on them.
 """
 
 from __future__ import annotations

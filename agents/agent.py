@@ -9,6 +9,7 @@ import os
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
@@ -62,9 +63,11 @@ class Agent(ABC):
             self.parameters, self.config.learning_rate, weight_decay=self.config.weight_decay, fused=True
         )
         self.generator = torch.Generator().manual_seed(seed)
+        self._predict_generator = torch.Generator().manual_seed(seed)  # looking must not change what training does
         self.iteration = 0
         self.episodes = 0
         self.total_episodes: int | None = None
+        self.run_folder: Path | None = None
         self._warned: set[str] = set()
 
     @abstractmethod
@@ -93,7 +96,8 @@ class Agent(ABC):
 
         Args:
             total_episodes: counted over resumed runs, and rounded up to whole iterations.
-            run_dir: where metrics, samples and checkpoints go; ``"auto"``: ``runs/<agent>-<date>-<time>``; None: nowhere.
+            run_dir: where metrics, samples and checkpoints go; ``"auto"``: ``runs/<agent>-<date>-<time>``; None:
+                nowhere.
             save_every: iterations between checkpoints, ``run_dir/checkpoint``. At 1 a crash or Ctrl-C loses at most the
                 iteration that it interrupts.
             progress: show a live table with samples.
@@ -111,7 +115,7 @@ class Agent(ABC):
             observation: as the environments give it.
             deterministic: the most likely token; else one is drawn.
         """
-        return training.predict(self.policy, observation, deterministic, self.generator)
+        return training.predict(self.policy, observation, deterministic, self._predict_generator)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write everything that training needs to go on, all or nothing: see `checkpoint`."""

@@ -1,9 +1,9 @@
 """Checkpoints: a folder with everything that training needs to go on, written all or nothing.
 
-    state.json          configuration, counters, environment and wrapper states
-    policy.safetensors  the weights that train
-    policy.json         how a `LanguageModelPolicy` was made (absent for other policies)
-    optimizer.pt        optimiser and minibatch generator, read with `weights_only=True`
+state.json          configuration, counters, environment and wrapper states
+policy.safetensors  the weights that train
+policy.json         how a `LanguageModelPolicy` was made (absent for other policies)
+optimizer.pt        optimiser and minibatch generator, read with `weights_only=True`
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from textenv.agents.agent import Agent
 
 VERSION = 1
+FILES = {"state.json", "policy.safetensors", "policy.json", "optimizer.pt"}
 
 
 class Saved(NamedTuple):
@@ -43,8 +44,8 @@ class Saved(NamedTuple):
         settings = self.folder / "policy.json"
         if not settings.exists():
             raise ValueError(
-                f"{self.folder} holds a {self.state['policy']}, which cannot be remade from its weights alone. Make one "
-                "as it was made for training and pass it: load(folder, envs, policy=...)."
+                f"{self.folder} holds a {self.state['policy']}, which cannot be remade from its weights alone. Make "
+                "one as it was made for training and pass it: load(folder, envs, policy=...)."
             )
         from textenv.agents.language_model import LanguageModelPolicy
 
@@ -52,8 +53,16 @@ class Saved(NamedTuple):
 
 
 def save(agent: Agent, folder: str | os.PathLike[str]) -> None:
-    """Write a checkpoint beside `folder` and move it into place: an interruption leaves the old one or the new one."""
-    folder = Path(folder)
+    """Write a checkpoint beside `folder` and move it into place: an interruption leaves the old one or the new one.
+
+    Raises:
+        FileExistsError: `folder` holds something else.
+    """
+    folder = Path(folder).absolute()
+    if folder.exists() and (not folder.is_dir() or not {path.name for path in folder.iterdir()} <= FILES):
+        raise FileExistsError(
+            f"{folder} exists and holds more than a checkpoint; it is not overwritten. Choose another folder."
+        )
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
     try:
@@ -87,15 +96,18 @@ def _write(agent: Agent, folder: Path) -> None:
 
 def _swap(new: Path, folder: Path) -> None:
     """Put `new` in the place of `folder`. The old checkpoint is there until the new one is."""
-    old = folder.with_name(f".{folder.name}-old")
+    old = _old(folder)
     if folder.exists():
         shutil.rmtree(old, ignore_errors=True)
-        if not (folder / "state.json").exists() and any(folder.iterdir()):
-            raise FileExistsError(f"{folder} exists and is no checkpoint; it is not overwritten. Choose another folder.")
         folder.rename(old)
     new.chmod(0o755)
     new.rename(folder)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _old(folder: Path) -> Path:
+    """Where a checkpoint is while the next one takes its place."""
+    return folder.with_name(f".{folder.name}-old")
 
 
 def read(folder: str | os.PathLike[str], agent: str) -> Saved:
@@ -109,16 +121,15 @@ def read(folder: str | os.PathLike[str], agent: str) -> Saved:
         FileNotFoundError: there is none.
         ValueError: it is of another agent, or of a version that this one cannot read.
     """
-    folder = Path(folder)
-    old = folder.with_name(f".{folder.name}-old")
-    if not folder.exists() and old.exists():  # interrupted between the two renames of `_swap`
-        folder = old
-    if not (folder / "state.json").exists() and (folder / "checkpoint" / "state.json").exists():
-        folder = folder / "checkpoint"  # a run folder
-    if not (folder / "state.json").exists():
+    given = Path(folder).absolute()
+    # A checkpoint or a run folder; each may have been interrupted between the two renames of `_swap`.
+    places = [place for base in (given, given / "checkpoint") for place in (base, _old(base))]
+    found = [place for place in places if (place / "state.json").exists()]
+    if not found:
         raise FileNotFoundError(
             f"{folder} should be a folder that `save` wrote (or a run folder of `learn`), but it has no state.json."
         )
+    folder = found[0]
     state = json.loads((folder / "state.json").read_text())
     if state["version"] != VERSION:
         raise ValueError(f"{folder} is a checkpoint of version {state['version']}, this textenv reads {VERSION}.")

@@ -72,8 +72,11 @@ class PPOConfig:
         for name in ("episodes_per_iteration", "epochs", "num_minibatches", "micro_batch_size"):
             value = getattr(self, name)
             optional = name in ("episodes_per_iteration", "micro_batch_size")
-            if not (value is None and optional) and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"`{name}` should be an integer of at least 1, got {value!r}: nothing would be trained.")
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if not (value is None and optional) and not (whole and value >= 1):
+                raise ValueError(
+                    f"`{name}` should be an integer of at least 1, got {value!r}: nothing would be trained."
+                )
         for name in ("learning_rate", "max_grad_norm", "clip_range"):
             if not self._is_number(name) or getattr(self, name) <= 0:
                 raise ValueError(
@@ -81,7 +84,9 @@ class PPOConfig:
                 )
         for name in ("gamma", "gae_lambda"):
             if not self._is_number(name) or not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"`{name}` should be in [0, 1], got {getattr(self, name)!r}: returns would grow without bound.")
+                raise ValueError(
+                    f"`{name}` should be in [0, 1], got {getattr(self, name)!r}: returns would grow without bound."
+                )
         for name in ("vf_coef", "weight_decay"):
             if not self._is_number(name) or getattr(self, name) < 0:
                 raise ValueError(f"`{name}` should be a number of at least 0, got {getattr(self, name)!r}.")

@@ -148,7 +148,7 @@ class LanguageModelPolicy(nn.Module):
         hidden = self.lm.hidden_states(input_ids, attention_mask)
         return self.lm.head.logits(hidden[torch.arange(len(hidden)), last_columns(attention_mask)])
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The weights that train: adapters and value head, or everything."""
         trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
         state: dict[str, Any] = super().state_dict(*args, **kwargs)

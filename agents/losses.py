@@ -44,7 +44,7 @@ def aggregate(
         x: values per token.
         response_mask: True on real tokens.
         mode: see above.
-        counts: denominators of the whole batch when `x` is a shard of it; the shards' results then add up to the whole's.
+        counts: denominators of the whole batch when `x` is a shard of it; the shards' results add up to the whole's.
 
     Returns:
         A scalar; 0 where there is no real token.
@@ -66,7 +66,7 @@ def aggregate(
 def log_ratio(
     logprobs: Float[Tensor, "B T"], old_logprobs: Float[Tensor, "B T"], response_mask: Bool[Tensor, "B T"]
 ) -> Float[Tensor, "B T"]:
-    """log pi - log pi_old, 0 (ratio 1) at masked positions."""
+    """The log-ratio log pi - log pi_old, 0 (ratio 1) at masked positions."""
     zero = torch.zeros((), dtype=logprobs.dtype, device=logprobs.device)
     return torch.where(response_mask, logprobs, zero) - torch.where(response_mask, old_logprobs, zero)
 

@@ -6,7 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-PANELS = (("score", "score"), ("kl", "KL to the reference (nats per response)"), ("response_length", "response length (tokens)"))
+PANELS = (
+    ("score", "score"),
+    ("kl", "KL to the reference (nats per response)"),
+    ("response_length", "response length (tokens)"),
+)
 
 
 def plot_training(rows: Sequence[Mapping[str, Any]], path: Path) -> None:

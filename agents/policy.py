@@ -96,7 +96,8 @@ class PolicyLogprobs:
     def __call__(self, observations: Mapping[str, NDArray[Any]], actions: NDArray[Any]) -> NDArray[np.float64]:
         """Log-probability (N,) of each action after its prefix."""
         device = device_of(self.policy)
-        ids, mask = (torch.as_tensor(np.asarray(observations[k]), device=device) for k in ("input_ids", "attention_mask"))
+        ids = torch.as_tensor(np.asarray(observations["input_ids"]), device=device)
+        mask = torch.as_tensor(np.asarray(observations["attention_mask"]), device=device)
         with arithmetic(self.policy):
             logprobs = torch.log_softmax(self.policy.next_logits(ids, mask).float(), -1)
         chosen = torch.as_tensor(np.asarray(actions), device=device).long()

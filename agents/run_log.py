@@ -1,9 +1,9 @@
 """What a run leaves behind and shows: metrics, TensorBoard, sample texts, a plot, and a live table.
 
-    metrics.jsonl  one line per iteration
-    tensorboard/   the same for TensorBoard
-    samples.txt    responses to read, per iteration
-    training.png   score, KL and length against episodes
+metrics.jsonl  one line per iteration
+tensorboard/   the same for TensorBoard
+samples.txt    responses to read, per iteration
+training.png   score, KL and length against episodes
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class RunLog:
 
     def record(self, stats: IterationStats) -> None:
         """Log one iteration everywhere."""
-        row = {key: None if math.isnan(value) else value for key, value in stats.metrics().items()}
+        row = {key: value if math.isfinite(value) else None for key, value in stats.metrics().items()}
         self.rows.append(row)
         self._recent.append(stats)
         if self.folder is not None:
@@ -105,7 +105,7 @@ class RunLog:
 
     def _print_row(self, cells: Sequence[str]) -> None:
         """One plain line, for output that is not a terminal."""
-        self._console.print(" ".join(f"{cell:>10}" for cell in cells), highlight=False, soft_wrap=True)
+        self._say(" ".join(f"{cell:>10}" for cell in cells))
 
     def _view(self, stats: IterationStats) -> Any:
         from rich.console import Group
@@ -131,11 +131,12 @@ class RunLog:
         if self.rows:
             plot_training(self.rows, self.folder / "training.png")
         if kind is not None:
-            self._console.print(
-                f"Stopped by {kind.__name__}; the last completed iteration is in {self.folder}/checkpoint.", soft_wrap=True
-            )
+            self._say(f"Stopped by {kind.__name__}; the last checkpoint is {self.folder}/checkpoint.")
         elif self._progress:
-            self._console.print(f"Metrics, samples, plot and checkpoint are in {self.folder}/", soft_wrap=True)
+            self._say(f"Metrics, samples, plot and checkpoint are in {self.folder}/")
+
+    def _say(self, line: str) -> None:
+        self._console.print(line, soft_wrap=True, markup=False, highlight=False)
 
 
 def _cells(stats: IterationStats) -> list[str]:

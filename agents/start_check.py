@@ -1,7 +1,7 @@
 """Is training about to start from where it should? Checked once, before the first update.
 
-Two things must hold: the policy is the reference (mean KL 0), and the policy that trains is the policy that wrote (every
-ratio 1). When one does not, the check says which of the usual suspects it found.
+Two things must hold: the policy is the reference (mean KL 0), and the policy that trains is the policy that wrote
+(every ratio 1). When one does not, the check says which of the usual suspects it found.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from textenv.agents.policy import temperature_of
 from textenv.agents.types import Rollout
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.3}
-"""Nats per token. bfloat16 passes over batches of other shapes differ by this much (0.5 has been seen at the extreme)."""
+"""Nats per token. In bfloat16 passes over batches of other shapes differ by this much (0.5 has been seen at worst)."""
 
 
 class StartError(RuntimeError):
@@ -79,7 +79,9 @@ def suspects(policy: Any, reference: Any) -> str:
             found.append(f"dropout is on ({active[0]}): call policy.eval()")
         modes = [name for name, module in policy.named_modules() if module.training]
         if modes and not active:
-            found.append(f"{modes[0] or 'the policy'} is in training mode, where functional dropout acts: call policy.eval()")
+            found.append(
+                f"{modes[0] or 'the policy'} is in training mode, where functional dropout acts: call policy.eval()"
+            )
     ref_temperature = getattr(reference, "temperature", None)
     if ref_temperature is not None and ref_temperature != temperature_of(policy):
         found.append(f"temperature: policy {temperature_of(policy)}, reference {ref_temperature}; make them equal")
@@ -90,8 +92,8 @@ def suspects(policy: Any, reference: Any) -> str:
         found.append(f"other weights: policy {ours}, reference {source}")
     if not found:
         return (
-            "Dropout, temperature and precision agree; look for weights that were changed, a prompt template or BOS that "
-            "only one side adds, or an `evaluate` that is not deterministic."
+            "Dropout, temperature and precision agree; look for weights that were changed, a prompt template or BOS "
+            "that only one side adds, or an `evaluate` that is not deterministic."
         )
     return f"Likely cause: {'; '.join(found)}."
 

@@ -32,7 +32,7 @@ class TablePolicy(nn.Module):
         values = self.values.expand(len(input_ids), -1)
         return output_from_logits(logits, values, input_ids, attention_mask[:, -response_tokens:])
 
-    def next_logits(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    def next_logits(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:  # noqa: ARG002 - the protocol's
         """See `Policy.next_logits`; a full response has no next token and gets the last position's logits.
 
         Raises:
@@ -42,7 +42,7 @@ class TablePolicy(nn.Module):
         if (position < 0).any():
             raise ValueError(
                 f"A table counts positions from column {self.prompt_tokens}, got prefixes that end at column "
-                f"{int(position.min()) + self.prompt_tokens}. Pad prompts on the left to prompt_tokens={self.prompt_tokens}, "
+                f"{int(position.min()) + self.prompt_tokens}. Pad prompts on the left to {self.prompt_tokens} columns, "
                 "or make the table for prompts of equal length."
             )
         return self.logits[position.clamp_max(len(self.logits) - 1)]

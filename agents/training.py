@@ -1,4 +1,4 @@
-"""What agents share around their algorithm: seeds, the learning loop, prediction, and what they read off environments."""
+"""What agents share around their algorithm: seeds, the learning loop, prediction, what they read off environments."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def attach(policy: Policy, envs: VectorEnv[Any, Any, Any]) -> None:
     Raises:
         TypeError: `envs` holds no text environments.
     """
-    base, reference = text_envs(envs), getattr(policy, "reference", None)
+    base: Any = text_envs(envs)
+    reference: Any = getattr(policy, "reference", None)
     attach_policy(envs, PolicyLogprobs(policy), reference)
     if hasattr(base.task.scorer, "with_trunk"):
         from textenv.rewards.shared import shares_trunk
@@ -65,7 +66,9 @@ def learn(
     """Drive an agent's iterations, log each, and keep a checkpoint of the last one that was completed."""
     for name, value in (("total_episodes", total_episodes), ("save_every", save_every)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"`{name}` should be an integer of at least 1, got {value!r}: there would be nothing to do.")
+            raise ValueError(
+                f"`{name}` should be an integer of at least 1, got {value!r}: there would be nothing to do."
+            )
     agent.total_episodes = total_episodes
     folder = None if run_dir is None else Path(run_dir)
     if run_dir == "auto":

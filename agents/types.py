@@ -77,7 +77,7 @@ class Rollout:
     advantages: Float[Tensor, "B T"]
     """Whitened where the configuration says so."""
     returns: Float[Tensor, "B T"]
-    scores: Float[Tensor, "B"]  # noqa: F821 - a jaxtyping axis
+    scores: Float[Tensor, B]  # noqa: F821 - a jaxtyping axis
     """The scorer's numbers, NaN where a sample was dropped."""
     finish_reason: tuple[str, ...]
     prompts: tuple[str, ...]
@@ -99,7 +99,7 @@ class Rollout:
         """T."""
         return self.response_mask.shape[1]
 
-    def kl(self) -> Float[Tensor, "B"] | None:  # noqa: F821
+    def kl(self) -> Float[Tensor, B] | None:  # noqa: F821
         """Sum over each response of log pi - log pi_ref (k1), nats; None without a reference."""
         if self.ref_logprobs is None:
             return None

@@ -1,7 +1,8 @@
 """How near PPO comes to the exact optimum of the toy language.
 
-For each KL coefficient the table shows J(reference), J* (by backward induction), the median J of PPO over seeds, the share
-of the gap between them that PPO closed, and the distance (J* - J) / kl_coef: the KL to the optimal policy in nats.
+For each KL coefficient the table shows J(reference), J* (by backward induction), the median J of PPO over seeds, the
+share of the gap between them that PPO closed, and the distance (J* - J) / kl_coef: the KL to the optimal policy in
+nats.
 
     python benchmarks/optimality.py            # about two minutes on one core
     python benchmarks/optimality.py --help

@@ -1,7 +1,7 @@
 """Make a language model write more positive film reviews, with PPO on a KL leash.
 
-SmolLM2-135M continues the openings of film reviews. A reward model that learned from human ratings scores the sentences.
-PPO raises the score, and pays for every nat that it moves away from the model it started from.
+SmolLM2-135M continues the openings of film reviews. A reward model that learned from human ratings scores the
+sentences. PPO raises the score, and pays for every nat that it moves away from the model it started from.
 
     python examples/align_reviews.py                 # about five minutes on two cores
     python examples/align_reviews.py --help
@@ -49,7 +49,7 @@ class Arguments:
     missing_eos_penalty: float = 1.0
     """Taken from the score of a sentence that the budget cut."""
     learning_rate: float = 5e-4
-    """Of AdamW, on the adapters and the value head."""
+    """Of AdamW, on the adapters and the value head; it falls to 0 over the run."""
     epochs: int = 2
     """Passes over each batch."""
     num_minibatches: int = 3
@@ -108,6 +108,7 @@ def main(arguments: Arguments) -> dict[str, Any]:
     )
     config = PPOConfig(
         learning_rate=arguments.learning_rate,
+        lr_schedule="linear",
         epochs=arguments.epochs,
         gamma=1.0,
         gae_lambda=arguments.gae_lambda,

@@ -1,8 +1,8 @@
 """PPO against the exact optimum: sweep the KL coefficient on the toy language and draw the score-KL frontier.
 
-On a language small enough to enumerate, the best trade of score against KL is known exactly. Each PPO run is a point; no
-point can lie above the frontier, and a good agent's points lie on it. The coefficient 0 is the leash let go: the best
-score, whatever it costs in KL.
+On a language small enough to enumerate, the best trade of score against KL is known exactly. Each PPO run is a point;
+no point can lie above the frontier, and a good agent's points lie on it. The coefficient 0 is the leash let go: the
+best score, whatever it costs in KL.
 
     python examples/toy_optimum.py             # about half a minute on one core
     python examples/toy_optimum.py --help
@@ -79,11 +79,11 @@ def main(arguments: Arguments) -> list[dict[str, float]]:
 
 def draw(rows: list[dict[str, float]], path: Path) -> None:
     """The exact frontier as a line, PPO's runs as points."""
-    exact = [(0.0, *_greedy()), *((p.kl_coef, p.kl, p.score) for p in frontier(standard_toy(), np.geomspace(0.02, 50, 80)))]
+    exact = frontier(standard_toy(), [0.0, *np.geomspace(0.02, 50, 80)])
     figure = Figure(figsize=(7, 5), layout="constrained")
     FigureCanvasAgg(figure)
     axis = figure.subplots()
-    axis.plot([kl for _, kl, _ in exact], [score for _, _, score in exact], label="exact optimum")
+    axis.plot([point.kl for point in exact], [point.score for point in exact], label="exact optimum")
     axis.plot([row["kl"] for row in rows], [row["score"] for row in rows], "o", label="PPO")
     for row in rows:
         axis.annotate(f"{row['kl_coef']:g}", (row["kl"], row["score"]), xytext=(6, -12), textcoords="offset points")
@@ -93,11 +93,6 @@ def draw(rows: list[dict[str, float]], path: Path) -> None:
     axis.legend(loc="lower right")
     axis.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
-
-
-def _greedy() -> tuple[float, float]:
-    best = solve(standard_toy(), 0.0)
-    return best.kl, best.score
 
 
 if __name__ == "__main__":

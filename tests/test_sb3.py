@@ -3,12 +3,13 @@
 import gymnasium as gym
 import numpy as np
 import pytest
-import textenv  # noqa: F401 - registers the ids
 from stable_baselines3 import PPO
 from stable_baselines3.common.env_checker import check_env
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv
+
+import textenv  # noqa: F401 - registers the ids
 
 
 def make_toy():
@@ -23,7 +24,8 @@ def test_checker_accepts(env_id):
 
 def test_ppo_learns_the_toy():
     envs = DummyVecEnv([make_toy] * 16)
-    model = PPO("MultiInputPolicy", envs, n_steps=64, batch_size=256, learning_rate=3e-3, gamma=1.0, seed=0, device="cpu")
+    settings = {"n_steps": 64, "batch_size": 256, "learning_rate": 3e-3, "gamma": 1.0}
+    model = PPO("MultiInputPolicy", envs, **settings, seed=0, device="cpu")
     before, _ = evaluate_policy(model, DummyVecEnv([make_toy]), n_eval_episodes=100, deterministic=False)
     model.learn(15_000)
     after, _ = evaluate_policy(model, DummyVecEnv([make_toy]), n_eval_episodes=100, deterministic=False)

@@ -30,8 +30,8 @@ class RLHFOptions:
             ratings how positive a film-review sentence is.
         max_prompt_tokens: P; None for the longest prompt.
         max_response_tokens: T.
-        stop: texts of single tokens that end a response, beside the model's own end-of-sequence ids. None: the ends of a
-            sentence for the embedded film reviews, nothing more for prompts of your own.
+        stop: texts of single tokens that end a response, beside the model's own end-of-sequence ids. None: the ends
+            of a sentence for the embedded film reviews, nothing more for prompts of your own.
         temperature: of the reference's distribution, while no agent brings its own.
         device: where the reference and the embedded reward model run.
         dtype: their arithmetic, ``"float32"`` or ``"bfloat16"``.

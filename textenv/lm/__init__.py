@@ -1,9 +1,14 @@
-"""Language models: loading them, token log-probabilities, low-rank adapters. Knows torch and transformers, not Gymnasium."""
+"""Language models: loading, token log-probabilities, low-rank adapters. Knows torch and transformers, not Gymnasium."""
 
-from textenv.lm.loading import load_causal_lm, load_tokenizer, resolve
-from textenv.lm.logprobs import OutputHead, token_logprobs
-from textenv.lm.model import LanguageModel, LazyLanguageModel
-from textenv.lm.tokenizer import TextTokenizer
+from textenv.optional import require
+
+for _module in ("torch", "transformers"):
+    require(_module, "train", "textenv.lm")
+
+from textenv.lm.loading import load_causal_lm, load_tokenizer, resolve  # noqa: E402
+from textenv.lm.logprobs import OutputHead, token_logprobs  # noqa: E402
+from textenv.lm.model import LanguageModel, LazyLanguageModel  # noqa: E402
+from textenv.lm.tokenizer import TextTokenizer  # noqa: E402
 
 __all__ = [
     "LanguageModel",

@@ -32,7 +32,7 @@ def add_lora(model: Any, rank: int, alpha: int, seed: int) -> None:
         lora_dropout=0.0,
         bias="none",
         target_modules="all-linear",
-        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),  # GPT-2's transposed linear layers
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),  # GPT-2's transposed layers
         task_type="CAUSAL_LM",
     )
     with torch.random.fork_rng():

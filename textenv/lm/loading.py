@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -32,6 +33,7 @@ EMBEDDED = {
 """Model names that work without a network."""
 
 DTYPES = ("float32", "bfloat16")
+HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 def cache_folder() -> Path:
@@ -53,6 +55,8 @@ def resolve(name: str | os.PathLike[str]) -> str:
     """
     name = os.fspath(name)
     if name not in EMBEDDED:
+        if not HUB_ID.fullmatch(name) and not Path(name).is_dir():
+            raise ValueError(f"there is no folder {name!r}, and it cannot be a hub id.")  # no need to ask the network
         return name
     folder = cache_folder() / name
     if (folder / "model.safetensors").exists():
@@ -87,7 +91,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f"{folder.name}-"))
     try:
-        model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype="float32")
+        model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype="float32")
         # The config still calls the weights GGUF, and saving refuses to write such a model as safetensors.
         model.hf_quantizer = None
         if hasattr(model.config, "quantization_config"):
@@ -119,7 +123,7 @@ def load_causal_lm(name: str | os.PathLike[str], device: str = "cpu", dtype: str
     from transformers import AutoModelForCausalLM
 
     with _teaching(name), quiet_progress():
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             resolve(name), dtype=dtype, use_safetensors=True, trust_remote_code=False
         )
     return model.to(device).eval().requires_grad_(False)
@@ -133,8 +137,8 @@ def load_tokenizer(name: str | os.PathLike[str]) -> TextTokenizer:
     """
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-    source = resolve(name)
     with _teaching(name):
+        source = resolve(name)
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     try:

@@ -50,7 +50,7 @@ class OutputHead:
 
 
 def token_logprobs(hidden: Tensor, targets: Tensor, head: OutputHead, chunk: int = CHUNK) -> tuple[Tensor, Tensor]:
-    """log pi(target | hidden) and the entropy of pi, chunk by chunk, differentiable in the log-probabilities.
+    """Give log pi(target | hidden) and the entropy of pi, chunk by chunk, differentiable in the log-probabilities.
 
     Args:
         hidden: (M, H).
@@ -88,7 +88,7 @@ def _chunk_logprobs(hidden: Tensor, targets: Tensor, head: OutputHead) -> tuple[
 
 
 def _entropy(logits: Tensor, log_z: Tensor) -> Tensor:
-    """log Z - E[logit], with 0 * -inf of forbidden ids read as 0."""
+    """The entropy log Z - E[logit], with 0 * -inf of forbidden ids read as 0."""
     probabilities = torch.exp(logits - log_z[:, None])
     return log_z - (probabilities * logits.clamp_min(torch.finfo(logits.dtype).min)).sum(-1)
 
@@ -111,6 +111,6 @@ class _FrozenHead(torch.autograd.Function):
         return chosen - log_z, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad_logprobs: Tensor, _grad_entropy: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_logprobs: Tensor, _grad_entropy: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = ctx.saved_tensors
         return (grad_logprobs[:, None] * gradient).to(gradient.dtype), None, None

@@ -22,8 +22,8 @@ from textenv.lm.logprobs import OutputHead, token_logprobs
 from textenv.lm.precision import precision
 
 TOKENS_PER_PASS = {"cpu": 1024, "cuda": 16384}
-"""Tokens of a frozen pass: bounds activations. Small blocks of rows of like length hold little padding, and lose nothing
-on a CPU."""
+"""Tokens of a frozen pass: bounds activations. Small blocks, rows of like length, hold little padding; they lose
+nothing on a CPU."""
 
 
 class LanguageModel:

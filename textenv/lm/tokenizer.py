@@ -65,7 +65,7 @@ class TextTokenizer:
         return frozenset(self.tokenizer.all_special_ids)
 
     def ids_of(self, strings: Sequence[str]) -> tuple[int, ...]:
-        """Every id whose text, with or without the space around it, is one of `strings`.
+        r"""Every id whose text, with or without the space around it, is one of `strings`.
 
         ``"."`` finds ``"."``, ``" ."`` and ``".\\n"``; ``"\\n"`` finds ``"\\n"`` alone. Special tokens count too.
 
