@@ -47,9 +47,7 @@ def gae(
     return advantages, torch.where(response_mask, advantages + values, zero)
 
 
-def whiten(
-    x: Float[Tensor, "B T"], response_mask: Bool[Tensor, "B T"], epsilon: float = 1e-8
-) -> Float[Tensor, "B T"]:
+def whiten(x: Float[Tensor, "B T"], response_mask: Bool[Tensor, "B T"], epsilon: float = 1e-8) -> Float[Tensor, "B T"]:
     """Mean 0 and (population) standard deviation 1 over the real tokens of the whole batch, 0 elsewhere.
 
     Equal entries become 0, not NaN.

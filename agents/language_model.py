@@ -166,4 +166,3 @@ class LanguageModelPolicy(nn.Module):
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "policy.json").write_text(json.dumps(self.settings, indent=2) + "\n")
-

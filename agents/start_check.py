@@ -101,4 +101,3 @@ def suspects(policy: Any, reference: Any) -> str:
 def dtype_of_model(model: Any, default: str) -> str:
     """A model's arithmetic where it says so."""
     return str(getattr(model, "dtype", default))
-

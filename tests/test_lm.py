@@ -207,8 +207,21 @@ def test_ids_in_padding_move_nothing_by_a_bit(lm, fill):
 def test_blocks_of_a_pass_do_not_show(lm, monkeypatch):
     ids, mask = padded(UNEQUAL, P, T)
     whole = lm.response_logprobs(ids, mask, T)
-    monkeypatch.setattr(lm_model, "TOKENS_PER_PASS", 1)
-    np.testing.assert_allclose(lm.response_logprobs(ids, mask, T), whole, atol=1e-6)
+    monkeypatch.setattr(lm_model, "TOKENS_PER_PASS", {"cpu": 1})
+    np.testing.assert_allclose(lm.response_logprobs(ids, mask, T), whole, atol=1e-5)
+
+
+def test_rows_of_like_length_go_together(lm, monkeypatch):
+    """Blocks of two out of short, long, short, long: little padding goes through the model."""
+    rows = random_rows([3, 30, 3, 30], [1, 6, 2, 5], NAMED)
+    widths = []
+    monkeypatch.setattr(lm_model, "TOKENS_PER_PASS", {"cpu": 2 * (P + T)})
+    hook = lm.model.base_model.register_forward_pre_hook(
+        lambda _module, _args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    lm.response_logprobs(*padded(rows, P, T), T)
+    hook.remove()
+    assert widths == [5, 36]
 
 
 def test_unnamed_ids_have_probability_zero(lm):

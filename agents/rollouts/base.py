@@ -142,7 +142,7 @@ def check_temperature(policy: Any, sampling: Sampling) -> None:
     """
     if sampling.temperature not in (0, temperature_of(policy)):
         raise ValueError(
-            f"Sampling should be at the policy's temperature, {temperature_of(policy)}, got {sampling.temperature}: its "
-            "log-probabilities would be those of another distribution and every ratio wrong. Make the policy with the "
-            "temperature that you want."
+            f"Sampling should be at the policy's temperature, {temperature_of(policy)}, got {sampling.temperature}: "
+            "its log-probabilities would be those of another distribution and every ratio wrong. Make the policy with "
+            "the temperature that you want."
         )

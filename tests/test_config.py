@@ -1,0 +1,78 @@
+"""Every setting of PPO is checked when it is made."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from textenv.agents import PPOConfig
+
+NAN, INF = float("nan"), float("inf")
+BAD = {
+    "episodes_per_iteration": [0, -1, 1.0, True, "32"],
+    "epochs": [0, -1, None, 2.0, True],
+    "num_minibatches": [0, None, 1.5, "4"],
+    "micro_batch_size": [0, -8, 2.0, False],
+    "learning_rate": [0, 0.0, -1e-3, NAN, INF, None, "1e-4", True],
+    "lr_schedule": ["cosine", None, ""],
+    "weight_decay": [-0.1, NAN, INF, None],
+    "gamma": [-0.1, 1.1, NAN, None, True],
+    "gae_lambda": [-0.1, 1.01, NAN, "0.95"],
+    "clip_range": [0, -0.2, NAN, INF, None],
+    "clip_range_vf": [0, -0.2, NAN, INF, "0.2"],
+    "vf_coef": [-0.1, NAN, INF, None],
+    "max_grad_norm": [0, -1, NAN, INF, None],
+    "whiten_advantages": [None, 1, "yes"],
+    "loss_mode": ["mean", None, "seq-mean"],
+    "check_start": [None, 0, "no"],
+}
+ODD_BUT_GOOD = {
+    "episodes_per_iteration": [1, None],
+    "num_minibatches": [1, 1000],
+    "micro_batch_size": [1, None],
+    "learning_rate": [1, 1e-9],
+    "lr_schedule": ["constant", "linear"],
+    "weight_decay": [0, 0.1],
+    "gamma": [0, 1, 0.99],
+    "gae_lambda": [0, 1],
+    "clip_range_vf": [None, 0.2],
+    "vf_coef": [0, 1],
+    "loss_mode": ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"],
+}
+
+
+def pairs(table):
+    return [(name, value) for name, values in table.items() for value in values]
+
+
+def test_every_field_is_tried():
+    assert set(BAD) == {field.name for field in dataclasses.fields(PPOConfig)}
+
+
+@pytest.mark.parametrize("name, value", pairs(BAD))
+def test_bad_values_say_what_was_expected_and_what_came(name, value):
+    with pytest.raises(ValueError, match=f"`{name}` should be ") as caught:
+        PPOConfig(**{name: value})
+    assert f"got {value!r}" in str(caught.value)
+
+
+@pytest.mark.parametrize("name, value", pairs(ODD_BUT_GOOD))
+def test_values_at_the_edge_are_taken(name, value):
+    assert getattr(PPOConfig(**{name: value}), name) == value
+
+
+def test_settings_are_named_and_stay():
+    with pytest.raises(TypeError):
+        PPOConfig(4)
+    with pytest.raises(TypeError, match="learningrate"):
+        PPOConfig(learningrate=1e-3)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        PPOConfig().epochs = 2
+
+
+def test_settings_survive_a_checkpoints_json():
+    import json
+
+    config = PPOConfig(micro_batch_size=4, clip_range_vf=0.3, lr_schedule="linear", check_start=False)
+    assert PPOConfig(**json.loads(json.dumps(dataclasses.asdict(config)))) == config
