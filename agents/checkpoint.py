@@ -75,8 +75,8 @@ def save(agent: Agent, folder: str | os.PathLike[str]) -> None:
 def _write(agent: Agent, folder: Path) -> None:
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in agent.policy.state_dict().items()}
     save_file(tensors, folder / "policy.safetensors")
-    if hasattr(agent.policy, "save_pretrained"):
-        agent.policy.save_pretrained(folder)
+    if hasattr(agent.policy, "settings"):
+        (folder / "policy.json").write_text(json.dumps(agent.policy.settings, indent=2) + "\n")
     torch.save(
         {"optimizer": agent.optimizer.state_dict(), "generator": agent.generator.get_state()}, folder / "optimizer.pt"
     )

@@ -7,11 +7,9 @@ one trunk. Dropout is never on: a policy's log-probabilities are a function of i
 from __future__ import annotations
 
 import copy
-import json
 import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -162,7 +160,9 @@ class LanguageModelPolicy(nn.Module):
         return super().load_state_dict(state, strict=False, assign=assign)
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write policy.json, the settings that `from_pretrained` needs; the weights are `state_dict`'s."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "policy.json").write_text(json.dumps(self.settings, indent=2) + "\n")
+        """Export the language model for transformers: a PEFT adapter, or the whole model; and the tokenizer.
+
+        The value head stays behind; `PPO.save` writes what training needs to go on.
+        """
+        self.trunk.save_pretrained(folder)
+        self.tokenizer.tokenizer.save_pretrained(folder)

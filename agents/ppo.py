@@ -89,7 +89,7 @@ class PPO(Agent):
             rewards=rewards,
             advantages=advantages,
             returns=returns,
-            scores=torch.as_tensor(replayed.scores, dtype=torch.float32),
+            scores=torch.as_tensor(replayed.scores, dtype=torch.float32, device=device),
             finish_reason=tuple(replayed.infos["finish_reason"]),
             prompts=episodes.prompts,
             responses=episodes.responses,

@@ -22,6 +22,8 @@ from textenv.agents.types import IterationStats
 COLUMNS = ("iteration", "episodes", "score", "kl", "length", "ended", "distinct-2", "tokens/s")
 ROWS = 12
 """Iterations that the live table shows."""
+SAMPLE_EVERY = 5
+"""Iterations between samples where the output is not a terminal; the live table shows those of each."""
 
 
 class RunLog:
@@ -67,6 +69,7 @@ class RunLog:
                 )
             lines = [json.loads(line) for line in metrics.read_text().splitlines()]
             self.rows = [row for row in lines if row["iteration"] <= iteration]
+            _keep_samples(folder / "samples.txt", iteration)
         folder.mkdir(parents=True, exist_ok=True)
         metrics.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
         self._tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=iteration + 1 if iteration else None)
@@ -102,6 +105,8 @@ class RunLog:
             self._live.update(self._view(stats), refresh=True)
         elif self._progress:
             self._print_row(_cells(stats))
+            if stats.iteration % SAMPLE_EVERY == 1:
+                self._say(sample_lines(stats))
 
     def _print_row(self, cells: Sequence[str]) -> None:
         """One plain line, for output that is not a terminal."""
@@ -159,3 +164,10 @@ def sample_lines(stats: IterationStats) -> str:
 
 def _one_line(text: str) -> str:
     return text.replace("\n", "\\n")
+
+
+def _keep_samples(path: Path, iteration: int) -> None:
+    """Cut the samples of iterations that a resumed run writes anew."""
+    if path.exists():
+        kept = path.read_text().partition(f"== iteration {iteration + 1},")[0]
+        path.write_text(kept)

@@ -79,8 +79,8 @@ def iteration_stats(
     learning_rate: float,
 ) -> IterationStats:
     """Step 7: everything about one iteration in one record."""
-    kept = torch.isfinite(rollout.scores)
-    scores = rollout.scores[kept]
+    kept = torch.isfinite(rollout.scores).cpu()
+    scores = rollout.scores.cpu()[kept]
     kl = rollout.kl()
     lengths = rollout.response_mask.sum(-1).cpu()[kept]
     texts = [text for text, keep in zip(rollout.responses, kept.tolist(), strict=True) if keep]

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 def derive_seed(seed: int, iteration: int) -> int:
     """A seed of its own for each iteration, below 2**63."""
-    return int(np.random.SeedSequence([seed, iteration]).generate_state(2, np.uint32).astype(np.uint64) @ [1, 2**31])
+    low, high = np.random.SeedSequence([seed, iteration]).generate_state(2, np.uint32)
+    return (int(high) << 31 | int(low)) % 2**63
 
 
 def kl_coef(envs: VectorEnv[Any, Any, Any]) -> float:

@@ -6,7 +6,6 @@ Legend: B responses in a batch, P prompt tokens, T response tokens, L = P + T, V
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -176,11 +175,3 @@ class IterationStats:
         flat.update({f"seconds/{phase}": taken for phase, taken in self.seconds.items()})
         flat.update({f"tokens_per_second/{phase}": rate for phase, rate in self.tokens_per_second.items()})
         return flat
-
-
-def pad_responses(responses: Sequence[NDArray[np.int64]], width: int, fill: int = 0) -> NDArray[np.int64]:
-    """Ragged responses as (B, width), padded on the right."""
-    padded = np.full((len(responses), width), fill, dtype=np.int64)
-    for row, ids in enumerate(responses):
-        padded[row, : len(ids)] = ids
-    return padded

@@ -12,11 +12,12 @@ Writes runs/<name>/: metrics.jsonl, tensorboard/, training.png, samples.txt, rep
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import json
 import math
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import gymnasium as gym
 import numpy as np
@@ -27,6 +28,7 @@ from rich.table import Table
 import textenv  # noqa: F401 - registers RLHF-v0
 from textenv.agents import PPO, LanguageModelPolicy, PPOConfig, attach
 from textenv.agents.rollouts.collect import Episodes, collect
+from textenv.lm.precision import fast_dtype
 from textenv.metrics import distinct_n
 
 
@@ -34,21 +36,21 @@ from textenv.metrics import distinct_n
 class Arguments:
     """Settings of the run."""
 
-    name: str = "align-reviews"
-    """Files go to runs/<name>-seed<seed>/."""
+    name: str = ""
+    """Files go to runs/<name>/; empty: align-reviews-<date>-<time>."""
     seed: int = 0
     """Of prompts, sampling, adapters and minibatches."""
-    episodes: int = 1536
+    episodes: int = 1824
     """Responses to train on."""
     num_envs: int = 48
     """Responses per iteration."""
     max_response_tokens: int = 24
     """Budget of a response; it also ends at the end of its sentence."""
-    kl_coef: float = 0.05
+    kl_coef: float = 0.13
     """Price of a nat."""
     missing_eos_penalty: float = 1.0
     """Taken from the score of a sentence that the budget cut."""
-    learning_rate: float = 5e-4
+    learning_rate: float = 6e-4
     """Of AdamW, on the adapters and the value head; it falls to 0 over the run."""
     epochs: int = 2
     """Passes over each batch."""
@@ -60,9 +62,9 @@ class Arguments:
     """Between one-step advantages and Monte Carlo returns."""
     lora_rank: int = 16
     """Of the adapters."""
-    dtype: str = "bfloat16"
-    """Arithmetic of the network: bfloat16 or float32."""
-    eval_episodes: int = 128
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Arithmetic of the network; auto: bfloat16 where the processor multiplies it natively."""
+    eval_episodes: int = 144
     """Responses before and after, to the same prompts."""
 
 
@@ -76,35 +78,39 @@ class Report:
     eos_rate: float
     length: float
     distinct_2: float
+    distinct_2_all: float
     samples: tuple[str, ...]
 
     @classmethod
-    def of(cls, episodes: Episodes) -> Report:
-        """Measure them."""
+    def of(cls, episodes: Episodes, batch: int) -> Report:
+        """Measure them; distinct-2 falls with the amount of text, so it is taken per `batch` responses, as in training."""
         replayed = episodes.replayed
+        blocks = [episodes.responses[start : start + batch] for start in range(0, len(episodes.responses), batch)]
         return cls(
             score=float(replayed.scores.mean()),
             score_std=float(replayed.scores.std()),
             kl=float(replayed.infos["kl"].mean()),
             eos_rate=float(np.mean(replayed.infos["finish_reason"] == "stop")),
             length=float(replayed.infos["response_length"].mean()),
-            distinct_2=distinct_n(episodes.responses, 2),
+            distinct_2=float(np.mean([distinct_n(block, 2) for block in blocks])),
+            distinct_2_all=distinct_n(episodes.responses, 2),
             samples=tuple(f"{p} |{r}" for p, r in list(zip(episodes.prompts, episodes.responses, strict=True))[:2]),
         )
 
 
 def main(arguments: Arguments) -> dict[str, Any]:
     console = Console()
+    dtype = fast_dtype() if arguments.dtype == "auto" else arguments.dtype
     task = {
         "max_response_tokens": arguments.max_response_tokens,
         "kl_coef": arguments.kl_coef,
         "missing_eos_penalty": arguments.missing_eos_penalty,
-        "dtype": arguments.dtype,
+        "dtype": dtype,
     }
     envs = gym.make_vec("RLHF-v0", num_envs=arguments.num_envs, **task)
     eval_envs = gym.make_vec("RLHF-v0", num_envs=arguments.eval_episodes, **task)
     policy = LanguageModelPolicy.from_pretrained(
-        "smollm2-135m", lora_rank=arguments.lora_rank, dtype=arguments.dtype, seed=arguments.seed
+        "smollm2-135m", lora_rank=arguments.lora_rank, dtype=dtype, seed=arguments.seed
     )
     config = PPOConfig(
         learning_rate=arguments.learning_rate,
@@ -121,9 +127,10 @@ def main(arguments: Arguments) -> dict[str, Any]:
 
     def measure() -> Report:
         count = arguments.eval_episodes
-        return Report.of(collect(policy, eval_envs, agent.engine, episodes=count, seed=12345, env_seed=12345))
+        episodes = collect(policy, eval_envs, agent.engine, episodes=count, seed=12345, env_seed=12345)
+        return Report.of(episodes, arguments.num_envs)
 
-    folder = Path("runs") / f"{arguments.name}-seed{arguments.seed}"
+    folder = Path("runs") / (arguments.name or f"align-reviews-{datetime.datetime.now():%Y%m%d-%H%M%S}")
     with console.status("Measuring the reference ..."):
         before = measure()
     start = time.perf_counter()
@@ -159,7 +166,8 @@ def show(console: Console, before: Report, after: Report, report: dict[str, Any]
         ("KL to the reference, nats per response", "kl", "{:.2f}"),
         ("ended by a stop token", "eos_rate", "{:.0%}"),
         ("length, tokens", "length", "{:.1f}"),
-        ("distinct-2", "distinct_2", "{:.2f}"),
+        ("distinct-2, per batch of training size", "distinct_2", "{:.2f}"),
+        ("distinct-2, all responses together", "distinct_2_all", "{:.2f}"),
     ):
         table.add_row(label, style.format(getattr(before, key)), style.format(getattr(after, key)))
     console.print(table)

@@ -341,13 +341,35 @@ def test_bad_temperature_and_dtype_are_refused(tiny_model):
         LanguageModelPolicy.from_pretrained(tiny_model, dtype="float16")
 
 
-def test_settings_remake_the_policy(tiny_model, tmp_path):
+def test_settings_remake_the_policy(tiny_model):
     made = LanguageModelPolicy.from_pretrained(tiny_model, lora_rank=4, lora_alpha=6, temperature=0.7, seed=5)
-    made.save_pretrained(tmp_path / "a" / "b")
-    settings = json.loads((tmp_path / "a" / "b" / "policy.json").read_text())
-    remade = LanguageModelPolicy.from_pretrained(**settings)
+    remade = LanguageModelPolicy.from_pretrained(**json.loads(json.dumps(made.settings)))
     assert remade.settings == made.settings and remade.temperature == 0.7
     assert all(torch.equal(tensor, remade.state_dict()[name]) for name, tensor in made.state_dict().items())
+
+
+@pytest.mark.parametrize("lora_rank", [4, None])
+def test_export_opens_in_transformers_and_peft(tiny_model, tmp_path, lora_rank):
+    """What others load from the folder has the trained policy's logits."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    policy = LanguageModelPolicy.from_pretrained(tiny_model, lora_rank=lora_rank)
+    with torch.no_grad():
+        for parameter in policy.trunk.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.sin(torch.arange(parameter.numel(), dtype=torch.float32)).view_as(parameter))
+    policy.save_pretrained(tmp_path)
+    if lora_rank is None:
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
+    else:
+        theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), str(tmp_path))
+    ids = torch.tensor([[3, 5, 7, 9]])
+    expected = policy.next_logits(ids, torch.ones_like(ids))[0, :NAMED]
+    untouched = AutoModelForCausalLM.from_pretrained(tiny_model)(ids).logits[0, -1, :NAMED]
+    assert torch.allclose(theirs(ids).logits[0, -1, :NAMED], expected, atol=1e-5)
+    assert not torch.allclose(untouched, expected, atol=1e-2)
+    assert len(AutoTokenizer.from_pretrained(tmp_path)) == NAMED
 
 
 def test_missing_tensors_are_named(tiny_model):

@@ -101,6 +101,7 @@ class KLLeash:
         self,
         num_rows: int,
         ref_logprobs: Logprobs | None,
+        default_reference: Logprobs | None,
         policy_logprobs: Logprobs | None,
         kl_coef: float,
         target_kl: float | None,
@@ -110,7 +111,9 @@ class KLLeash:
         self.kl_coef = float(kl_coef)
         self.target_kl = target_kl
         self.episodes_per_update = episodes_per_update or num_rows
-        self.ref_logprobs, self.policy_logprobs = ref_logprobs, policy_logprobs
+        self._own_reference = ref_logprobs is not None
+        self.ref_logprobs = ref_logprobs if ref_logprobs is not None else default_reference
+        self.policy_logprobs = policy_logprobs
         self.kl = np.zeros(num_rows)
         self._tokens = np.zeros(num_rows, dtype=np.int64)
         self._finished: list[float] = []
@@ -151,9 +154,9 @@ class KLLeash:
         self._planned = None if logprobs is None or ref_logprobs is None else (logprobs, ref_logprobs)
 
     def attach(self, policy_logprobs: Logprobs, reference: Logprobs | None) -> None:
-        """Take the acting policy's log-probabilities, and its own reference where it carries one."""
+        """Take the acting policy's log-probabilities, and its own reference where none was chosen for this leash."""
         self.policy_logprobs = policy_logprobs
-        if reference is not None:
+        if reference is not None and not self._own_reference:
             self.ref_logprobs = reference
 
     def _both(

@@ -54,8 +54,9 @@ class KLPenalty(gym.Wrapper[Any, Any, Any, Any], RecordConstructorArgs):
             self, kl_coef=kl_coef, target_kl=target_kl, episodes_per_update=episodes_per_update
         )
         gym.Wrapper.__init__(self, env)
-        reference = ref_logprobs if ref_logprobs is not None else task_reference(env)
-        self.leash = KLLeash(1, reference, policy_logprobs, kl_coef, target_kl, episodes_per_update)
+        self.leash = KLLeash(
+            1, ref_logprobs, task_reference(env), policy_logprobs, kl_coef, target_kl, episodes_per_update
+        )
         self._observation: dict[str, Any] = {}
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
@@ -75,7 +76,7 @@ class KLPenalty(gym.Wrapper[Any, Any, Any, Any], RecordConstructorArgs):
         return self._observation, float(reward) - toll, terminated, truncated, info
 
     def attach_policy(self, policy_logprobs: Logprobs, reference: Logprobs | None = None) -> None:
-        """Take log-probabilities from the acting policy, and from its own reference where it carries one."""
+        """Take log-probabilities from the acting policy, and from its own reference unless `ref_logprobs` was given."""
         self.leash.attach(policy_logprobs, reference)
 
     def state_dict(self) -> dict[str, Any]:

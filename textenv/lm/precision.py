@@ -23,3 +23,11 @@ def precision(device: str, dtype: str) -> Iterator[None]:
             yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def fast_dtype(device: str = "cpu") -> str:
+    """``"bfloat16"`` where the device multiplies it natively, else ``"float32"``: elsewhere bfloat16 is emulated."""
+    if torch.device(device).type == "cuda":
+        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
+    capabilities = torch.cpu.get_capabilities()
+    return "bfloat16" if any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16")) else "float32"

@@ -39,8 +39,9 @@ class KLPenalty(VectorWrapper[Any, Any, Any, Any, Any]):
         episodes_per_update: int | None = None,
     ) -> None:
         super().__init__(env)
-        reference = ref_logprobs if ref_logprobs is not None else task_reference(env)
-        self.leash = KLLeash(env.num_envs, reference, policy_logprobs, kl_coef, target_kl, episodes_per_update)
+        self.leash = KLLeash(
+            env.num_envs, ref_logprobs, task_reference(env), policy_logprobs, kl_coef, target_kl, episodes_per_update
+        )
         self._observations: dict[str, Any] = {}
         self._resetting = np.zeros(env.num_envs, dtype=np.bool_)
 
@@ -68,7 +69,7 @@ class KLPenalty(VectorWrapper[Any, Any, Any, Any, Any]):
         return self._observations, rewards - tolls, terminations, truncations, infos
 
     def attach_policy(self, policy_logprobs: Logprobs, reference: Logprobs | None = None) -> None:
-        """Take log-probabilities from the acting policy, and from its own reference where it carries one."""
+        """Take log-probabilities from the acting policy, and from its own reference unless `ref_logprobs` was given."""
         self.leash.attach(policy_logprobs, reference)
 
     def state_dict(self) -> dict[str, Any]:
