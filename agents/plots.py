@@ -8,7 +8,7 @@ from typing import Any
 
 PANELS = (
     ("score", "score"),
-    ("kl", "KL to the reference (nats per response)"),
+    ("kl", "KL to the reference (nats)"),
     ("response_length", "response length (tokens)"),
 )
 

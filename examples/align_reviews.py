@@ -40,7 +40,7 @@ class Arguments:
     """Files go to runs/<name>/; empty: align-reviews-<date>-<time>."""
     seed: int = 0
     """Of prompts, sampling, adapters and minibatches."""
-    episodes: int = 1824
+    episodes: int = 1584
     """Responses to train on."""
     num_envs: int = 48
     """Responses per iteration."""
@@ -83,7 +83,7 @@ class Report:
 
     @classmethod
     def of(cls, episodes: Episodes, batch: int) -> Report:
-        """Measure them; distinct-2 falls with the amount of text, so it is taken per `batch` responses, as in training."""
+        """Measure them. Distinct-2 falls with the amount of text: it is taken per `batch` responses, as in training."""
         replayed = episodes.replayed
         blocks = [episodes.responses[start : start + batch] for start in range(0, len(episodes.responses), batch)]
         return cls(

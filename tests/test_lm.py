@@ -28,7 +28,7 @@ from textenv.lm import (
 )
 from textenv.lm import model as lm_model
 from textenv.lm.adapters import AdapterFree, add_lora, round_frozen_layers
-from textenv.lm.precision import precision
+from textenv.lm.precision import fast_dtype, precision
 
 # Log-probabilities in chunks
 
@@ -410,6 +410,19 @@ def test_precision_is_left_as_it_was_found_even_after_an_error(dtype, before):
         assert torch.get_float32_matmul_precision() == before and not torch.is_autocast_enabled("cpu")
     finally:
         torch.set_float32_matmul_precision(original)
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "expected"),
+    [
+        ({"avx512_bf16": True}, "bfloat16"),
+        ({"amx_bf16": True}, "bfloat16"),
+        ({"avx2": True, "avx512_bf16": False}, "float32"),
+    ],
+)
+def test_fast_dtype_follows_the_processor(monkeypatch, capabilities, expected):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    assert fast_dtype("cpu") == expected
 
 
 def test_logits_stay_float32_under_autocast():

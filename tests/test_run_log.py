@@ -177,14 +177,15 @@ def test_lines_of_an_earlier_attempt_are_dropped(tmp_path):
 # What is shown
 
 
-def test_progress_is_a_line_per_iteration_where_there_is_no_terminal(tmp_path, capsys):
-    toy_agent(envs=toy_envs(8)).learn(24, tmp_path / "run")
-    header, *rows, last = capsys.readouterr().out.splitlines()
-    assert header.split() == list(COLUMNS) and [row.split()[:2] for row in rows] == [
-        ["1", "8"],
-        ["2", "16"],
-        ["3", "24"],
-    ]
+def test_lines_and_now_and_then_samples_where_there_is_no_terminal(tmp_path, capsys):
+    toy_agent(envs=toy_envs(8)).learn(56, tmp_path / "run")
+    header, *body, last = capsys.readouterr().out.splitlines()
+    rows = [line.split()[:2] for line in body if " | " not in line]
+    assert header.split() == list(COLUMNS)
+    assert rows == [[str(i), str(8 * i)] for i in range(1, 8)]
+    logged = (tmp_path / "run" / "samples.txt").read_text().splitlines()
+    shown = [line for line in body if " | " in line]
+    assert shown == logged[1:5] + logged[26:30]  # the samples of iterations 1 and 6
     assert last == f"Metrics, samples, plot and checkpoint are in {tmp_path / 'run'}/"
 
 

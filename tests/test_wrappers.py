@@ -134,11 +134,16 @@ class TestKLPenalty:
         assert info["kl"] == pytest.approx(math.log(0.5 / 0.75))
 
     def test_a_policy_may_bring_its_own_reference(self):
-        envs = make("vector", lambda w, e: w.KLPenalty(e, PositionLogprobs(-9.0, -9.0), kl_coef=1.0))
+        envs = make("vector", lambda w, e: w.KLPenalty(e, kl_coef=1.0), reference=PositionLogprobs(-9.0, -9.0))
         attach_policy(envs, PositionLogprobs(-1.0, -1.0), PositionLogprobs(-1.5, -1.0))
         assert play(envs, [GOOD, END])[1]["kl"] == pytest.approx(0.5)
         attach_policy(envs, PositionLogprobs(-1.25, -1.0))  # without one the reference stays
         assert play(envs, [GOOD, END])[1]["kl"] == pytest.approx(0.25)
+
+    def test_a_reference_chosen_for_the_wrapper_stays(self):
+        envs = make("vector", lambda w, e: w.KLPenalty(e, PositionLogprobs(-2.0, -2.0), kl_coef=1.0))
+        attach_policy(envs, PositionLogprobs(-1.0, -1.0), PositionLogprobs(-1.5, -1.0))
+        assert play(envs, [GOOD, END])[1]["kl"] == pytest.approx(2.0)
 
     @ROADS
     def test_without_a_policy_one_warning_and_no_toll(self, road):
