@@ -94,7 +94,7 @@ def measure(kl_coef: float, arguments: Arguments) -> Row:
 def main(arguments: Arguments) -> list[Row]:
     torch.set_num_threads(1)  # the tensors are tiny: a second thread only waits
     rows = [measure(kl_coef, arguments) for kl_coef in track(arguments.kl_coefs, "Training ...", transient=True)]
-    table = Table("kl_coef", "J(reference)", "J*", "J(PPO)", "gap closed", "worst seed", "distance, nats", "s per run")
+    table = Table("kl_coef", "J(reference)", "J*", "J(PPO)", "gap closed", "worst seed", "distance, nats", "s a run")
     for row in rows:
         cells = (row.reference, row.optimum, row.ppo)
         table.add_row(
@@ -105,7 +105,7 @@ def main(arguments: Arguments) -> list[Row]:
             f"{row.distance:.4f}",
             f"{row.seconds:.1f}",
         )
-    Console().print(table)
+    Console(width=100).print(table)
     if arguments.output is not None:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         arguments.output.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=2) + "\n")

@@ -27,11 +27,11 @@ def test_help_explains(script, tmp_path):
 
 @pytest.mark.slow
 def test_toy_optimum_draws_the_frontier(tmp_path):
-    run("examples/toy_optimum.py", "--episodes", "20000", "--kl-coefs", "0.0", "0.2", "1.0", cwd=tmp_path)
+    run("examples/toy_optimum.py", "--kl-coefs", "0.0", "0.2", "1.0", cwd=tmp_path)
     folder = tmp_path / "runs" / "toy-optimum"
     rows = json.loads((folder / "frontier.json").read_text())
     assert [row["kl_coef"] for row in rows] == [0.0, 0.2, 1.0]
-    assert all(-1e-9 <= row["regret"] < 0.1 for row in rows)  # nothing lies above the frontier, PPO lies near it
+    assert all(-1e-9 <= row["regret"] < 0.05 for row in rows)  # nothing lies above the frontier, PPO lies near it
     assert rows[0]["score"] > rows[1]["score"] > rows[2]["score"]
     assert (folder / "frontier.png").read_bytes()[:4] == b"\x89PNG"
 
