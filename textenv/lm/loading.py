@@ -104,6 +104,26 @@ def _convert(gguf: Path, folder: Path) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
+def check_placement(device: str, dtype: str) -> None:
+    """Refuse a device or precision that would only fail when the weights are loaded.
+
+    Raises:
+        ValueError: an unknown precision, or a device that is unknown or not there.
+    """
+    import torch
+
+    if dtype not in DTYPES:
+        raise ValueError(f"`dtype` should be one of {DTYPES}, got {dtype!r}.")
+    try:
+        kind = torch.device(device).type
+    except RuntimeError as error:
+        raise ValueError(f"`device` should be a torch device such as 'cpu' or 'cuda', got {device!r}.") from error
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            f"`device` is {device!r}, but torch sees no CUDA device here. Use 'cpu', or a CUDA build of torch."
+        )
+
+
 def load_causal_lm(name: str | os.PathLike[str], device: str = "cpu", dtype: str = "float32") -> Any:
     """Load any Hugging Face causal language model, frozen and in evaluation mode (dropout off).
 
@@ -118,8 +138,7 @@ def load_causal_lm(name: str | os.PathLike[str], device: str = "cpu", dtype: str
     Raises:
         ValueError: the name leads to no model, or `dtype` is unknown.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"`dtype` should be one of {DTYPES}, got {dtype!r}.")
+    check_placement(device, dtype)
     from transformers import AutoModelForCausalLM
 
     with _teaching(name), quiet_progress():

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from textenv.lm.loading import DTYPES, load_causal_lm, resolve
+from textenv.lm.loading import check_placement, load_causal_lm, resolve
 from textenv.lm.logprobs import OutputHead, token_logprobs
 from textenv.lm.precision import precision
 
@@ -51,13 +51,8 @@ class LanguageModel:
         temperature: float = 1.0,
         dtype: str = "float32",
     ) -> None:
-        if not temperature > 0 or not np.isfinite(temperature):
-            raise ValueError(
-                f"`temperature` should be a positive number, got {temperature}. At 0 the policy is deterministic and "
-                "log-probability ratios are undefined; use 1.0 to train and `predict` to decode greedily."
-            )
-        if dtype not in DTYPES:
-            raise ValueError(f"`dtype` should be one of {DTYPES}, got {dtype!r}.")
+        _check_temperature(temperature)
+        check_placement("cpu", dtype)
         self.model = model
         self.source = source
         self.dtype = dtype
@@ -181,6 +176,14 @@ class LanguageModel:
         return read
 
 
+def _check_temperature(temperature: float) -> None:
+    if not temperature > 0 or not np.isfinite(temperature):
+        raise ValueError(
+            f"`temperature` should be a positive number, got {temperature}. At 0 the policy is deterministic and "
+            "log-probability ratios are undefined; use 1.0 to train and `predict` to decode greedily."
+        )
+
+
 def _last_columns(attention_mask: np.ndarray) -> np.ndarray:
     """Column of the last real token of each row: prompts end at P - 1, responses grow from there without holes."""
     columns: np.ndarray = attention_mask.shape[1] - 1 - attention_mask[:, ::-1].argmax(1)
@@ -213,6 +216,8 @@ class LazyLanguageModel:
         named_size: int | None = None,
         temperature: float = 1.0,
     ) -> None:
+        check_placement(device, dtype)
+        _check_temperature(temperature)
         self.source = resolve(name)
         self.device_name, self.dtype = device, dtype
         self.named_size, self.temperature = named_size, temperature
