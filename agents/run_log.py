@@ -84,6 +84,7 @@ class RunLog:
         self._shows = self._progress and self._console.is_terminal
         if self._shows:
             self._live.start()
+            self._live.update("The first iteration is running ...", refresh=True)
         elif self._progress:
             self._print_row(COLUMNS)
         return self
@@ -114,6 +115,7 @@ class RunLog:
 
     def _view(self, stats: IterationStats) -> Any:
         from rich.console import Group
+        from rich.padding import Padding
         from rich.progress_bar import ProgressBar
         from rich.table import Table
         from rich.text import Text
@@ -122,7 +124,7 @@ class RunLog:
         for recent in self._recent:
             table.add_row(*_cells(recent))
         bar = ProgressBar(total=self.total - self.start, completed=stats.episodes - self.start, width=60)
-        return Group(table, bar, Text(sample_lines(stats)))
+        return Group(table, Padding(bar, (0, 0, 1, 0)), Text(sample_lines(stats)))
 
     def __exit__(
         self, kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
