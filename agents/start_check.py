@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from textenv.agents.policy import temperature_of
 from textenv.agents.types import Rollout
 
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.3}
-"""Nats per token. In bfloat16 passes over batches of other shapes differ by this much (0.5 has been seen at worst)."""
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05}
+"""Nats per token: of every token in float32, on average in bfloat16. There single tokens wander by 0.3 between batches
+of other shapes, but the average of SmolLM2 stays at 0.004; a reference at temperature 0.9 instead of 1 shows 0.2."""
 
 
 class StartError(RuntimeError):

@@ -14,8 +14,9 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.utils.env_checker import check_env
 
 import textenv
-from textenv.agents import LanguageModelPolicy, attach
+from textenv.agents import PPO, LanguageModelPolicy, PPOConfig, attach
 from textenv.agents.rollouts.collect import collect
+from textenv.agents.start_check import StartError, check_reference
 
 SHORT = {"max_response_tokens": 5, "prompts": ["The film is", "I have never seen a duller", "A"]}
 
@@ -90,6 +91,18 @@ class TestDefault:
             if not live.any():
                 break
         assert not live.any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_start_check_tells_a_wrong_temperature_from_rounding(dtype):
+    envs = gym.make_vec("RLHF-v0", num_envs=16, dtype=dtype, max_response_tokens=12)
+    agent = PPO(LanguageModelPolicy.from_pretrained(dtype=dtype, lora_rank=2), envs, PPOConfig(micro_batch_size=4))
+    rollout = agent.rollout()
+    check_reference(agent.policy, agent.policy.reference, rollout)
+    agent.policy.reference.temperature = 0.9
+    with pytest.raises(StartError, match=r"Likely cause: temperature: policy 1\.0, reference 0\.9"):
+        check_reference(agent.policy, agent.policy.reference, agent.rollout())
 
 
 @pytest.mark.slow

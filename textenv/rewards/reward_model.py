@@ -19,6 +19,7 @@ from torch import Tensor
 from textenv.lm.loading import EMBEDDED, cache_folder, load_tokenizer
 from textenv.lm.model import LazyLanguageModel
 from textenv.lm.tokenizer import TextTokenizer
+from textenv.rewards.batches import check_pairs, score_by_length
 
 DEFAULT_TRUNK = "smollm2-135m"
 DEFAULT_HEAD = "reward_head.safetensors"
@@ -171,20 +172,18 @@ class RewardModel:
         Raises:
             ValueError: the numbers of prompts and responses differ, or prompt and response together have no token.
         """
-        if len(prompts) != len(responses):
-            raise ValueError(f"`prompts` and `responses` should pair up, got {len(prompts)} and {len(responses)}.")
+        check_pairs(prompts, responses)
         rows = [self.encode(p, r) for p, r in zip(prompts, responses, strict=True)]
         empty = [index for index, row in enumerate(rows) if not row]
         if empty:
             raise ValueError(f"Row {empty[0]}: prompt and response are both empty, so there is no token to score.")
-        scores = np.zeros(len(rows))
-        order = np.argsort([len(row) for row in rows], kind="stable")
-        for start in range(0, len(rows), self.batch_size):
-            block = order[start : start + self.batch_size]
-            input_ids, attention_mask = pad_left([rows[i] for i in block], self.tokenizer.pad_id)
-            last = np.full(len(block), input_ids.shape[1] - 1)
-            scores[block] = self.score_states(self.trunk.states_at(input_ids, attention_mask, last))
-        return scores
+        return score_by_length(rows, self.batch_size, self._score_rows)
+
+    def _score_rows(self, rows: list[list[int]]) -> NDArray[np.float64]:
+        """Scores of rows that go through the trunk together, read at their last tokens."""
+        input_ids, attention_mask = pad_left(rows, self.tokenizer.pad_id)
+        last = np.full(len(rows), input_ids.shape[1] - 1)
+        return self.score_states(self.trunk.states_at(input_ids, attention_mask, last))
 
     def encode(self, prompt: str, response: str) -> list[int]:
         """Token ids of a prompt and its response, joined as text."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from textenv.lm.loading import DTYPES, quiet_progress
 from textenv.lm.precision import precision
+from textenv.rewards.batches import check_pairs, score_by_length
 
 BATCH_SIZE = 32
 NO_LIMIT = 10**6
@@ -86,16 +87,10 @@ class SequenceClassificationReward:
         Raises:
             ValueError: the numbers of prompts and responses differ, a text has no tokens, or one is too long.
         """
-        if len(prompts) != len(responses):
-            raise ValueError(f"`prompts` and `responses` should pair up, got {len(prompts)} and {len(responses)}.")
+        check_pairs(prompts, responses)
         join = self.template or (lambda prompt, response: prompt + response)
         rows = [self._encode(join(p, r), index) for index, (p, r) in enumerate(zip(prompts, responses, strict=True))]
-        scores = np.zeros(len(rows))
-        order = np.argsort([len(row) for row in rows], kind="stable")
-        for start in range(0, len(rows), self.batch_size):
-            block = order[start : start + self.batch_size]
-            scores[block] = self._read(self._logits([rows[i] for i in block]))
-        return scores
+        return score_by_length(rows, self.batch_size, lambda block: self._read(self._logits(block)))
 
     def _encode(self, text: str, index: int) -> list[int]:
         """Ids of one text with the classifier's own special tokens, at most `max_length` or the model's limit."""
