@@ -18,9 +18,12 @@ from numpy.typing import NDArray
 
 from textenv.agents import checkpoint, training
 from textenv.agents.config import PPOConfig
+from textenv.agents.held_out import held_out
 from textenv.agents.policy import Policy
 from textenv.agents.rollouts import Engine, engine_for
 from textenv.agents.types import IterationStats, Rollout
+from textenv.constraints import constraint_of
+from textenv.layers import text_envs
 
 
 class Agent(ABC):
@@ -91,6 +94,9 @@ class Agent(ABC):
         *,
         save_every: int = 1,
         progress: bool = True,
+        eval_envs: VectorEnv[Any, Any, Any] | None = None,
+        eval_every: int = 10,
+        eval_episodes: int | None = None,
     ) -> Self:
         """Train until `total_episodes` episodes have been seen since training began.
 
@@ -101,11 +107,22 @@ class Agent(ABC):
             save_every: iterations between checkpoints, ``run_dir/checkpoint``. At 1 a crash or Ctrl-C loses at most the
                 iteration that it interrupts.
             progress: show a live table with samples.
+            eval_envs: environments for evaluation, on held-out prompts as a rule, sharing nothing with those of
+                training: before the first iteration, after every `eval_every`-th and after the last. Every evaluation
+                has the same prompts and random numbers, and leaves no trace in training: weights, prompts and metrics
+                are those of a run without it.
+            eval_every: iterations.
+            eval_episodes: episodes of each evaluation; None: one per environment.
 
         Returns:
             The agent.
+
+        Raises:
+            ValueError: a number that would do nothing, or `eval_envs` that share state with the agent's environments.
+            FileExistsError: `run_dir` holds another run.
         """
-        training.learn(self, total_episodes, run_dir, save_every, progress)
+        evaluation = held_out(self, eval_envs, eval_every, eval_episodes)
+        training.learn(self, total_episodes, run_dir, save_every, progress, evaluation)
         return self
 
     def predict(self, observation: Mapping[str, NDArray[Any]], deterministic: bool = True) -> Any:
@@ -115,7 +132,8 @@ class Agent(ABC):
             observation: as the environments give it.
             deterministic: the most likely token; else one is drawn.
         """
-        return training.predict(self.policy, observation, deterministic, self._predict_generator)
+        constraint = constraint_of(self.envs)
+        return training.predict(self.policy, observation, deterministic, self._predict_generator, constraint)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write everything that training needs to go on, all or nothing: see `checkpoint`."""
@@ -128,6 +146,7 @@ class Agent(ABC):
         envs: VectorEnv[Any, Any, Any],
         policy: Policy | None = None,
         engine: Engine | None = None,
+        **options: Any,
     ) -> Self:
         """Go on from `save`.
 
@@ -137,6 +156,7 @@ class Agent(ABC):
                 statistics) is restored.
             policy: a policy of the kind that was saved; None remakes a `LanguageModelPolicy`.
             engine: see the class.
+            **options: what else the constructor was given, `pretraining_texts` for example.
 
         Raises:
             FileNotFoundError: there is no checkpoint.
@@ -144,9 +164,18 @@ class Agent(ABC):
         """
         saved = checkpoint.read(folder, cls.__name__)
         config = cls.config_class(**saved.state["config"])
-        agent = cls(policy or saved.make_policy(), envs, config, seed=saved.state["seed"], engine=engine)
+        agent = cls(policy or saved.make_policy(), envs, config, seed=saved.state["seed"], engine=engine, **options)
         checkpoint.restore(agent, saved)
         return agent
+
+    @property
+    def generators(self) -> dict[str, torch.Generator]:
+        """Whose states a checkpoint holds."""
+        return {"generator": self.generator, "predict_generator": self._predict_generator}
+
+    def data_fingerprints(self) -> dict[str, str]:
+        """Digests of what training reads besides its environments, by argument; a resumed run must have the same."""
+        return {}
 
     def _set_learning_rate(self) -> float:
         """This iteration's learning rate, by the schedule."""
@@ -159,7 +188,8 @@ class Agent(ABC):
 
     def _warn_about(self, rollout: Rollout) -> None:
         """Say once what makes a batch teach nothing, or the wrong thing."""
-        if all(reason == "length" for reason in rollout.finish_reason):
+        can_stop = bool(text_envs(self.envs).task.mdp.stop_ids)
+        if can_stop and all(reason == "length" for reason in rollout.finish_reason):
             self._warn_once(
                 "Every response of a batch was cut by the budget: the policy cannot learn to stop. Raise "
                 "max_response_tokens, add stop ids, or set missing_eos_penalty."

@@ -3,7 +3,7 @@
 state.json          configuration, counters, environment and wrapper states
 policy.safetensors  the weights that train
 policy.json         how a `LanguageModelPolicy` was made (absent for other policies)
-optimizer.pt        optimiser and minibatch generator, read with `weights_only=True`
+optimizer.pt        optimiser and generators, read with `weights_only=True`
 """
 
 from __future__ import annotations
@@ -75,11 +75,10 @@ def save(agent: Agent, folder: str | os.PathLike[str]) -> None:
 def _write(agent: Agent, folder: Path) -> None:
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in agent.policy.state_dict().items()}
     save_file(tensors, folder / "policy.safetensors")
-    if hasattr(agent.policy, "settings"):
-        (folder / "policy.json").write_text(json.dumps(agent.policy.settings, indent=2) + "\n")
-    torch.save(
-        {"optimizer": agent.optimizer.state_dict(), "generator": agent.generator.get_state()}, folder / "optimizer.pt"
-    )
+    if settings := getattr(agent.policy, "settings", None):  # empty where a policy was not made by name
+        (folder / "policy.json").write_text(json.dumps(settings, indent=2) + "\n")
+    generators = {name: generator.get_state() for name, generator in agent.generators.items()}
+    torch.save({"optimizer": agent.optimizer.state_dict(), **generators}, folder / "optimizer.pt")
     state = {
         "version": VERSION,
         "agent": type(agent).__name__,
@@ -89,6 +88,7 @@ def _write(agent: Agent, folder: Path) -> None:
         "iteration": agent.iteration,
         "episodes": agent.episodes,
         "total_episodes": agent.total_episodes,
+        "data": agent.data_fingerprints(),
         "envs": [(type(layer).__name__, layer.state_dict()) for layer in _stateful(agent.envs)],
     }
     (folder / "state.json").write_text(json.dumps(state, indent=2) + "\n")
@@ -142,16 +142,25 @@ def restore(agent: Agent, saved: Saved) -> None:
     """Bring an agent, its policy and its environments to the saved state.
 
     Raises:
-        ValueError: the environments are not wrapped as they were.
+        ValueError: the environments are not wrapped as they were, or the agent reads other data.
     """
     stateful = list(_stateful(agent.envs))
     then, now = [name for name, _ in saved.state["envs"]], [type(layer).__name__ for layer in stateful]
     if then != now:
         raise ValueError(f"The environments should be wrapped as for training, {then}, got {now}.")
+    data, given = saved.state.get("data", {}), agent.data_fingerprints()
+    others = sorted(name for name in data.keys() | given.keys() if data.get(name) != given.get(name))
+    if others:
+        raise ValueError(
+            f"{', '.join(others)} should be as for training, got others: the run would not go on as if it had never "
+            f"stopped. Pass the same: load(folder, envs, {'=..., '.join(others)}=...)."
+        )
     agent.policy.load_state_dict(load_file(saved.folder / "policy.safetensors"))
     tensors = torch.load(saved.folder / "optimizer.pt", weights_only=True)
     agent.optimizer.load_state_dict(tensors["optimizer"])
-    agent.generator.set_state(tensors["generator"])
+    for name, generator in agent.generators.items():
+        if name in tensors:  # the one for `predict` is not in older checkpoints
+            generator.set_state(tensors[name])
     for layer, (_, state) in zip(stateful, saved.state["envs"], strict=True):
         layer.load_state_dict(state)
     agent.iteration, agent.episodes = saved.state["iteration"], saved.state["episodes"]

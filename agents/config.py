@@ -6,12 +6,16 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from textenv.agents.kl_loss import KL_LOSS_ESTIMATORS, KLLossEstimator
 from textenv.agents.losses import LOSS_MODES, LossMode
 
 
 @dataclass(frozen=True, kw_only=True)
 class PPOConfig:
-    """Settings of `PPO`. The KL coefficient is not among them: it belongs to the environment's `KLPenalty`.
+    """Settings of `PPO`.
+
+    What shapes the reward is not among them, since it belongs to the environment: the KL toll and its coefficient
+    (`KLPenalty`), clipped scores (`ClipScore`), penalties.
 
     Raises:
         ValueError: a value that could not train; the message says what it would have done.
@@ -48,11 +52,49 @@ class PPOConfig:
     clip_range: float = 0.2
     """Ratios beyond 1 +- this get no further gradient."""
 
+    clip_range_high: float | None = None
+    """The upper end of that range, 1 + this, which holds back tokens with a positive advantage; None: `clip_range`.
+    DAPO (arXiv:2503.14476) lets rare good tokens grow further, 0.28 over 0.2."""
+
+    dual_clip: float | None = None
+    """Ratios beyond this get no gradient from a negative advantage either (arXiv:1912.09729, which takes 3); above 1.
+    None: without bound."""
+
+    target_kl: float | None = None
+    """Nats per token: the iteration's remaining updates are left out as soon as a minibatch shows an `approx_kl` above
+    1.5 times this, before its own step (the rule of Stable-Baselines3's `PPO.train`). None: never. Not the `target_kl`
+    of `KLPenalty`, which steers the distance to the reference; this one bounds how far one iteration may go from where
+    it began."""
+
     clip_range_vf: float | None = None
     """The same for values; None: off (arXiv:2006.05990 found that it hurts)."""
 
     vf_coef: float = 0.1
     """Weight of the value loss."""
+
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus: the entropy per token, averaged by `loss_mode`, is subtracted from the loss. 0: off.
+    The toll to the reference already keeps a policy from collapsing, and near text; entropy pulls towards noise over
+    the whole vocabulary."""
+
+    kl_loss_coef: float = 0.0
+    """Weight of the KL to the reference as a term of the loss, beside or in place of the environment's toll. 0: off. It
+    leaves out what a token does to the KL of later ones, see `textenv.agents.kl_loss`: the toll is the exact one.
+    Whitening scales advantages but not this term; for a coefficient in units of the score turn it off."""
+
+    kl_loss_estimator: KLLossEstimator = "k2"
+    """``"k2"`` has the gradient of KL(pi || pi_ref) per token; ``"k3"`` that of KL(pi_ref || pi); ``"k1"`` none at all
+    on average."""
+
+    ptx_coef: float = 0.0
+    """Weight of the language-model loss on pretraining texts in every step (PPO-ptx, Ouyang et al. 2022,
+    arXiv:2203.02155, eq. 2), which `PPO` then needs. 0: off."""
+
+    ptx_batch_size: int = 8
+    """Pretraining texts per optimiser step."""
+
+    ptx_max_tokens: int = 256
+    """Longer pretraining texts are cut to their first tokens."""
 
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm."""
@@ -69,7 +111,7 @@ class PPOConfig:
 
     def __post_init__(self) -> None:
         """Check every field."""
-        for name in ("episodes_per_iteration", "epochs", "num_minibatches", "micro_batch_size"):
+        for name in ("episodes_per_iteration", "epochs", "num_minibatches", "micro_batch_size", "ptx_batch_size"):
             value = getattr(self, name)
             optional = name in ("episodes_per_iteration", "micro_batch_size")
             whole = isinstance(value, int) and not isinstance(value, bool)
@@ -87,11 +129,19 @@ class PPOConfig:
                 raise ValueError(
                     f"`{name}` should be in [0, 1], got {getattr(self, name)!r}: returns would grow without bound."
                 )
-        for name in ("vf_coef", "weight_decay"):
+        for name in ("vf_coef", "weight_decay", "entropy_coef", "kl_loss_coef", "ptx_coef"):
             if not self._is_number(name) or getattr(self, name) < 0:
-                raise ValueError(f"`{name}` should be a number of at least 0, got {getattr(self, name)!r}.")
-        if self.clip_range_vf is not None and (not self._is_number("clip_range_vf") or self.clip_range_vf <= 0):
-            raise ValueError(f"`clip_range_vf` should be positive or None, got {self.clip_range_vf!r}.")
+                raise ValueError(
+                    f"`{name}` should be a number of at least 0, got {getattr(self, name)!r}: a negative weight would "
+                    "train for the opposite. 0 turns it off."
+                )
+        for name in ("clip_range_vf", "clip_range_high", "target_kl"):
+            if getattr(self, name) is not None and (not self._is_number(name) or getattr(self, name) <= 0):
+                raise ValueError(
+                    f"`{name}` should be positive or None, got {getattr(self, name)!r}: nothing could move within it. "
+                    "None turns it off."
+                )
+        self._check_objective()
         for name in ("whiten_advantages", "check_start"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"`{name}` should be True or False, got {getattr(self, name)!r}.")
@@ -99,6 +149,25 @@ class PPOConfig:
             raise ValueError(f"`loss_mode` should be one of {LOSS_MODES}, got {self.loss_mode!r}.")
         if self.lr_schedule not in ("constant", "linear"):
             raise ValueError(f"`lr_schedule` should be 'constant' or 'linear', got {self.lr_schedule!r}.")
+
+    def _check_objective(self) -> None:
+        """Check what has a rule of its own."""
+        if self.dual_clip is not None and (not self._is_number("dual_clip") or self.dual_clip <= 1):
+            raise ValueError(
+                f"`dual_clip` should be above 1 or None, got {self.dual_clip!r}: bad tokens would be left as likely as "
+                "they were. 3 is the published value."
+            )
+        if self.kl_loss_estimator not in KL_LOSS_ESTIMATORS:
+            raise ValueError(
+                f"`kl_loss_estimator` should be one of {KL_LOSS_ESTIMATORS}, got {self.kl_loss_estimator!r}. 'k2' has "
+                "the gradient of KL(policy || reference)."
+            )
+        tokens = self.ptx_max_tokens
+        if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 2:
+            raise ValueError(
+                f"`ptx_max_tokens` should be an integer of at least 2, got {tokens!r}: the first token of a text is "
+                "given, so that nothing would be left to predict."
+            )
 
     def _is_number(self, name: str) -> bool:
         value = getattr(self, name)

@@ -1,7 +1,8 @@
-"""`LanguageModelPolicy`: a causal language model with a value head on its trunk, and its own frozen reference.
+"""`LanguageModelPolicy`: a causal language model with a value function, and its own frozen reference.
 
 With adapters the reference is the same network with the adapters off, so that policy, reference and value function need
-one trunk. Dropout is never on: a policy's log-probabilities are a function of its weights alone.
+one trunk; `value_models` says what other value functions take. Dropout is never on: a policy's log-probabilities are a
+function of its weights alone.
 """
 
 from __future__ import annotations
@@ -12,15 +13,22 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from textenv.agents import acting
 from textenv.agents.policy import last_columns
+from textenv.agents.reward_start import RewardSource, nameable, reward_start
 from textenv.agents.rollouts.hf import HFEngine
 from textenv.agents.types import PolicyOutput
+from textenv.agents.value_models import Adapters, ValueHead, ValueKind, ValueNetwork, build_value
 from textenv.lm import LanguageModel, TextTokenizer, load_causal_lm, load_tokenizer, resolve
 from textenv.lm.adapters import AdapterFree, add_lora, round_frozen_layers
 from textenv.lm.precision import precision
+from textenv.lm.stepping import Stepper
+from textenv.packed_masks import PackedMasks
 
 
 class LanguageModelPolicy(nn.Module):
@@ -31,20 +39,25 @@ class LanguageModelPolicy(nn.Module):
         reference: the frozen model that it started from.
         tokenizer: its tokenizer.
         settings: how it was made, for checkpoints.
+        value_head: reads values off hidden states; None for one on the policy's own, see `build_value`.
+        value_network: gives those hidden states; None for the policy's own.
     """
 
     def __init__(
-        self, lm: LanguageModel, reference: LanguageModel, tokenizer: TextTokenizer, settings: dict[str, Any]
+        self,
+        lm: LanguageModel,
+        reference: LanguageModel,
+        tokenizer: TextTokenizer,
+        settings: dict[str, Any],
+        value_head: ValueHead | None = None,
+        value_network: ValueNetwork | None = None,
     ) -> None:
         super().__init__()
         self.lm, self.reference, self.tokenizer, self.settings = lm, reference, tokenizer, settings
         self.trunk = lm.model
-        # Features of unit variance let the head learn at the policy's learning rate; starting at 0 keeps the first
-        # advantages equal to the returns.
-        self.value_norm = nn.LayerNorm(lm.hidden_size, elementwise_affine=False, device=lm.device)
-        self.value_head = nn.utils.skip_init(nn.Linear, lm.hidden_size, 1, device=lm.device)  # draws no random numbers
-        nn.init.zeros_(self.value_head.weight)
-        nn.init.zeros_(self.value_head.bias)
+        self.value_head = value_head or ValueHead(lm.hidden_size, lm.device)
+        self.value_network = value_network
+        self._stepper = lm.stepper()
         self.eval()
 
     @classmethod
@@ -55,6 +68,8 @@ class LanguageModelPolicy(nn.Module):
         lora_rank: int | None = 16,
         lora_alpha: int | None = None,
         temperature: float = 1.0,
+        value: ValueKind = "trunk",
+        reward_model: RewardSource = None,
         device: str = "cpu",
         dtype: str = "float32",
         seed: int = 0,
@@ -67,20 +82,25 @@ class LanguageModelPolicy(nn.Module):
                 None trains all weights, with a frozen copy as the reference.
             lora_alpha: adapters are scaled by alpha / rank; None: twice the rank.
             temperature: of the distribution that is sampled, trained and compared with the reference.
+            value: where values come from: ``"trunk"``, a head on the policy's trunk with its gradient into it;
+                ``"detached"``, the same without; ``"separate"``, a network of its own that starts as the model;
+                ``"reward"``, one that starts as the reward model. `value_models` compares passes and memory.
+            reward_model: for ``value="reward"``: None for the packaged head, the path of a head or classifier, or the
+                object itself (`PPO.load` must then be given the policy). Its tokenizer must be the policy's.
             device: ``"cpu"`` or ``"cuda"``.
-            dtype: arithmetic, ``"float32"`` or ``"bfloat16"``. Weights that train stay in float32 either way.
+            dtype: arithmetic, ``"float32"`` or ``"bfloat16"``. Weights that train stay in float32 either way. There is
+                no float16: its gradients underflow without loss scaling, which skips steps now and then, and its
+                log-probabilities overflow where those of bfloat16, with float32's range, do not.
             seed: of the adapters' start; the process's random state is left alone.
 
         Raises:
-            ValueError: unknown model or dtype, a rank or alpha below 1, a temperature that is not positive.
+            ValueError: unknown model, dtype or value, a rank or alpha below 1, a temperature that is not positive, a
+                reward model on another tokenizer.
+            TypeError: `reward_model` has no weights to start from.
         """
-        for name, value, none in (
-            ("lora_rank", lora_rank, "train all weights"),
-            ("lora_alpha", lora_alpha, "use twice the rank"),
-        ):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"`{name}` should be an integer of at least 1, or None to {none}, got {value!r}.")
+        _check_adapters(lora_rank, lora_alpha)
         tokenizer = load_tokenizer(model)
+        start = reward_start(value, reward_model, tokenizer)
         module = load_causal_lm(model, device)
         common: dict[str, Any] = {
             "source": resolve(model),
@@ -88,25 +108,30 @@ class LanguageModelPolicy(nn.Module):
             "temperature": temperature,
             "dtype": dtype,
         }
+        adapters = None if lora_rank is None else Adapters(lora_rank, lora_alpha or 2 * lora_rank, seed)
+        if adapters is not None and dtype == "bfloat16":
+            round_frozen_layers(module)
+        lm = LanguageModel(module, **common)
+        value_parts = build_value(value, start, lm, adapters)
         reference: LanguageModel
-        if lora_rank is None:
+        if adapters is None:
             reference = LanguageModel(copy.deepcopy(module), **common)
             module.requires_grad_(True)
         else:
-            if dtype == "bfloat16":
-                round_frozen_layers(module)
-            add_lora(module, lora_rank, lora_alpha or 2 * lora_rank, seed)
+            add_lora(module, adapters.rank, adapters.alpha, adapters.seed)
             reference = AdapterFree(module, **common)
         settings = {
             "model": os.fspath(model),
             "lora_rank": lora_rank,
             "lora_alpha": lora_alpha,
             "temperature": temperature,
+            "value": value,
+            "reward_model": nameable(reward_model),
             "device": device,
             "dtype": dtype,
             "seed": seed,
         }
-        return cls(LanguageModel(module, **common), reference, tokenizer, settings)
+        return cls(lm, reference, tokenizer, settings, *value_parts)
 
     @property
     def temperature(self) -> float:
@@ -125,29 +150,68 @@ class LanguageModelPolicy(nn.Module):
         """The engine that decodes with these weights."""
         return HFEngine(self)
 
-    def evaluate(self, input_ids: Tensor, attention_mask: Tensor, response_tokens: int) -> PolicyOutput:
+    def evaluate(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        response_tokens: int,
+        *,
+        entropy_grad: bool = False,
+        action_masks: PackedMasks | None = None,
+    ) -> PolicyOutput:
         """Log-probabilities, values and entropies (B, T) of given responses; see `Policy.evaluate`.
 
         The value of token t is read from the state before it.
         """
         hidden = self.lm.hidden_states(input_ids, attention_mask)
-        logprobs, entropies = self.lm.read_response(hidden, input_ids, attention_mask, response_tokens)
-        values = self._values(hidden[:, -response_tokens - 1 : -1])
+        logprobs, entropies = self.lm.read_response(
+            hidden, input_ids, attention_mask, response_tokens, entropy_grad=entropy_grad, action_masks=action_masks
+        )
+        states = hidden if self.value_network is None else self.value_network(input_ids, attention_mask)
+        values = self.value_head(states[:, -response_tokens - 1 : -1])
         values = torch.where(attention_mask[:, -response_tokens:].bool(), values, torch.zeros_like(values))
         return PolicyOutput(logprobs, values, entropies)
 
-    def _values(self, hidden: Tensor) -> Tensor:
-        with torch.autocast(hidden.device.type, enabled=False):
-            values: Tensor = self.value_head(self.value_norm(hidden.float())).squeeze(-1)
-        return values
+    def response_distributions(
+        self, input_ids: NDArray[Any], attention_mask: NDArray[Any], response_tokens: int
+    ) -> NDArray[np.float32]:
+        """Log-distributions (B, T, V) in one pass; see `LanguageModel.response_distributions`."""
+        return self.lm.response_distributions(input_ids, attention_mask, response_tokens)
 
     def next_logits(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Logits (B, V) after each prefix, temperature included; see `Policy.next_logits`."""
         hidden = self.lm.hidden_states(input_ids, attention_mask)
         return self.lm.head.logits(hidden[torch.arange(len(hidden)), last_columns(attention_mask)])
 
+    def stepper(self) -> Stepper:
+        """The policy's only one, with which it acts; `clear` frees its cache. It notices when the weights change."""
+        return self._stepper
+
+    def act(
+        self,
+        observations: Mapping[str, NDArray[Any]],
+        *,
+        generator: np.random.Generator | None = None,
+        deterministic: bool = False,
+        action_masks: PackedMasks | None = None,
+    ) -> NDArray[np.int64] | int:
+        """Choose a token for each row, reading each token once; see `acting.act`."""
+        return acting.act(
+            self, observations, generator=generator, deterministic=deterministic, action_masks=action_masks
+        )
+
+    def response_logprobs(
+        self,
+        input_ids: NDArray[Any],
+        attention_mask: NDArray[Any],
+        response_tokens: int,
+        action_masks: PackedMasks | None = None,
+    ) -> NDArray[np.float64]:
+        """Log-probabilities (B, T) of whole responses, without gradients; see `LanguageModel.response_logprobs`."""
+        return self.lm.response_logprobs(input_ids, attention_mask, response_tokens, action_masks)
+
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The weights that train: adapters and value head, or everything."""
+        """The weights that train: adapters and value head, or everything; those of a value network too."""
         trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
         state: dict[str, Any] = super().state_dict(*args, **kwargs)
         return {name: tensor for name, tensor in state.items() if name in trained}
@@ -162,7 +226,17 @@ class LanguageModelPolicy(nn.Module):
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Export the language model for transformers: a PEFT adapter, or the whole model; and the tokenizer.
 
-        The value head stays behind; `PPO.save` writes what training needs to go on.
+        The value function stays behind; `PPO.save` writes what training needs to go on.
         """
         self.trunk.save_pretrained(folder)
-        self.tokenizer.tokenizer.save_pretrained(folder)
+        if isinstance(self.tokenizer, TextTokenizer):  # bytes need no file
+            self.tokenizer.tokenizer.save_pretrained(folder)
+
+
+def _check_adapters(lora_rank: Any, lora_alpha: Any) -> None:
+    for name, given, none in (
+        ("lora_rank", lora_rank, "train all weights"),
+        ("lora_alpha", lora_alpha, "use twice the rank"),
+    ):
+        if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
+            raise ValueError(f"`{name}` should be an integer of at least 1, or None to {none}, got {given!r}.")

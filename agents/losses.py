@@ -77,24 +77,47 @@ def clipped_policy_loss(
     advantages: Float[Tensor, "B T"],
     response_mask: Bool[Tensor, "B T"],
     clip_range: float = 0.2,
+    clip_range_high: float | None = None,
+    dual_clip: float | None = None,
 ) -> Float[Tensor, "B T"]:
-    """max(-A ratio, -A clip(ratio, 1 - clip_range, 1 + clip_range)) per token, to be minimised.
+    """max(-A ratio, -A clip(ratio, 1 - clip_range, 1 + clip_range_high)) per token, to be minimised.
 
-    Schulman et al. 2017 (arXiv:1707.06347), eq. 7, with the sign turned.
+    Schulman et al. 2017 (arXiv:1707.06347), eq. 7, with the sign turned. The lower end of the range acts on tokens with
+    A < 0 alone, the upper end on those with A > 0: a higher upper end lets rare good tokens grow further (DAPO, Yu et
+    al. 2025, arXiv:2503.14476, section 3.1).
+
+    Where A < 0 nothing bounds the loss from above: a token whose probability has grown tenfold pushes with ten times
+    its advantage. `dual_clip` c makes the loss min(..., c |A|) there, so that beyond a ratio of c there is no gradient
+    (Ye et al. 2020, arXiv:1912.09729, eq. 5).
+
+    Ratio 5, clip range 0.2 to both sides:
+
+    ======  ================  ================
+    A       without           dual_clip=3
+    ======  ================  ================
+    1       -1.2, clipped     -1.2, clipped
+    -1      5.0, gradient 5   3.0, gradient 0
+    ======  ================  ================
 
     Args:
         logprobs: under the policy that trains; the only input that gets a gradient.
         old_logprobs: under the policy that wrote the batch.
         advantages: per token.
         response_mask: True on real tokens.
-        clip_range: above 0.
+        clip_range: how far the ratio of a token with A < 0 may fall below 1; above 0.
+        clip_range_high: how far that of a token with A > 0 may rise above 1; None: as far as it may fall.
+        dual_clip: c, above 1; None: no bound.
 
     Returns:
         Losses (B, T), 0 at masked positions.
     """
     ratio = log_ratio(logprobs, old_logprobs, response_mask).exp()
     advantages = torch.where(response_mask, advantages, torch.zeros((), dtype=ratio.dtype, device=ratio.device))
-    return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip_range, 1 + clip_range))
+    high = clip_range if clip_range_high is None else clip_range_high
+    losses = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip_range, 1 + high))
+    if dual_clip is not None:
+        losses = torch.where(advantages < 0, torch.minimum(losses, -dual_clip * advantages), losses)
+    return losses
 
 
 def clipped_value_loss(

@@ -7,34 +7,77 @@ One iteration reads in the order of the algorithm:
     3. logprobs        the policy's own log-probabilities and values, in one pass
     4. rewards         the responses are replayed through the wrapped environments, which charge the tolls
     5. advantages      GAE over tokens, whitened over the batch
-    6. optimise        epochs of minibatches: clipped policy loss, value loss
+    6. optimise        epochs of minibatches: clipped policy loss, value loss; on request entropy, KL, pretraining loss
     7. bookkeeping     one `IterationStats`
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from gymnasium.vector import VectorEnv
 from torch import Tensor
 
 from textenv.agents import training
 from textenv.agents.advantages import gae, whiten
 from textenv.agents.agent import Agent
 from textenv.agents.config import PPOConfig
+from textenv.agents.kl_loss import kl_loss
 from textenv.agents.losses import Counts, aggregate, clipped_policy_loss, clipped_value_loss, log_ratio
-from textenv.agents.policy import arithmetic, device_of
-from textenv.agents.rollouts.collect import by_length, collect, reference_of
+from textenv.agents.option_checks import check_options
+from textenv.agents.policy import Policy, arithmetic, device_of, masks_argument
+from textenv.agents.ptx import PretrainingTexts, ptx_losses
+from textenv.agents.rollouts.collect import by_length, collect
 from textenv.agents.start_check import check_ratios, check_reference
 from textenv.agents.stats import UpdateStats, iteration_stats
 from textenv.agents.types import IterationStats, Rollout
+from textenv.layers import reference_of
+from textenv.replay import text_envs
 
 
 class PPO(Agent):
-    """Token-level PPO with a value head. Arguments, `learn`, `predict`, `save` and `load` are those of `Agent`."""
+    """Token-level PPO with a value head. `learn`, `predict`, `save` and `load` are those of `Agent`.
+
+    Args:
+        policy: see `Agent`. For `entropy_coef` its `evaluate` takes `entropy_grad`.
+        envs: see `Agent`. What shapes the reward (the KL toll, clipped scores, penalties) belongs to them.
+        config: None for the defaults.
+        pretraining_texts: for `ptx_coef`, see `PretrainingTexts`. They are not in checkpoints: `load` takes them again.
+        **options: `seed`, `engine` and what else `Agent` takes.
+
+    Raises:
+        TypeError: see `Agent`; an entropy bonus without `entropy_grad`.
+        ValueError: see `Agent`; `ptx_coef` without texts or texts without `ptx_coef`, or texts that cannot be used; a
+            KL in the loss without a reference.
+    """
 
     config_class = PPOConfig
+
+    def __init__(
+        self,
+        policy: Policy,
+        envs: VectorEnv[Any, Any, Any],
+        config: PPOConfig | None = None,
+        *,
+        pretraining_texts: Sequence[Any] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(policy, envs, config, **options)
+        check_options(self.config, policy, reference_of(policy, envs), pretraining_texts)
+        self.pretraining: PretrainingTexts | None = None
+        if pretraining_texts is not None:
+            task = text_envs(envs).task
+            self.pretraining = PretrainingTexts(
+                pretraining_texts, task.tokenizer, task.mdp.vocab_size, self.config.ptx_max_tokens
+            )
+
+    def data_fingerprints(self) -> dict[str, str]:
+        """Of the pretraining texts; the place in them is that of the generator."""
+        return {} if self.pretraining is None else {"pretraining_texts": self.pretraining.fingerprint}
 
     def step(self) -> IterationStats:
         """One iteration: collect, then optimise."""
@@ -94,29 +137,38 @@ class PPO(Agent):
             prompts=episodes.prompts,
             responses=episodes.responses,
             seconds=episodes.seconds,
+            action_masks=episodes.action_masks,
         )
 
     def optimise(self, rollout: Rollout) -> UpdateStats:
-        """Step 6: epochs of minibatches over the batch."""
-        stats = UpdateStats(self.config.clip_range)
+        """Step 6: epochs of minibatches over the batch, until `target_kl` says that it is enough."""
+        stats = UpdateStats(self.config.clip_range, self.config.clip_range_high)
         count = len(rollout.input_ids)
         for epoch in range(self.config.epochs):
             order = torch.randperm(count, generator=self.generator)
             for number, index in enumerate(order.tensor_split(min(self.config.num_minibatches, count))):
                 first = self.iteration == 0 and epoch == 0 and number == 0 and self.config.check_start
                 self._update(rollout, index.to(rollout.input_ids.device), stats, check=first)
+                if stats.early_stop:
+                    return stats
         return stats
 
     def _update(self, rollout: Rollout, index: Tensor, stats: UpdateStats, check: bool) -> None:
         """One optimiser step on the episodes at `index`, in micro-batches with the minibatch's own denominators."""
+        config = self.config
         counts = Counts.of(rollout.response_mask[index])
         if counts.tokens == 0:
             return
         self.optimizer.zero_grad(set_to_none=True)
-        for rows in by_length(rollout.attention_mask, index).split(self.config.micro_batch_size or len(index)):
+        for rows in by_length(rollout.attention_mask, index).split(config.micro_batch_size or len(index)):
             with arithmetic(self.policy):
                 self._loss(rollout.rows(rows), counts, stats, check).backward()
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)
+        if config.target_kl is not None and stats.minibatch_kl > 1.5 * config.target_kl:
+            self.optimizer.zero_grad(set_to_none=True)
+            stats.stop()
+            return
+        self._pretraining_gradient(stats)
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, config.max_grad_norm)
         if not torch.isfinite(norm):
             raise FloatingPointError(
                 f"The gradient should be finite, its norm is {float(norm)}; the step was not taken. Look at the last "
@@ -126,23 +178,41 @@ class PPO(Agent):
         self.optimizer.step()
 
     def _loss(self, batch: Rollout, counts: Counts, stats: UpdateStats, check: bool) -> Tensor:
-        """Clipped policy loss + vf_coef * value loss, this micro-batch's share of the minibatch's mean."""
+        """Policy loss + vf_coef * value loss - entropy_coef * entropy + kl_loss_coef * KL, of this micro-batch.
+
+        Each is its share of the minibatch's mean.
+        """
         config, mask = self.config, batch.response_mask
-        output = self.policy.evaluate(batch.input_ids, batch.attention_mask, batch.response_tokens)
+        asked: dict[str, Any] = {"entropy_grad": True} if config.entropy_coef else {}
+        asked |= masks_argument(batch.action_masks)
+        output = self.policy.evaluate(batch.input_ids, batch.attention_mask, batch.response_tokens, **asked)
         logratio = log_ratio(output.logprobs, batch.logprobs, mask)
         if check:
             check_ratios(self.policy, logratio, mask)
-        policy_loss = aggregate(
-            clipped_policy_loss(output.logprobs, batch.logprobs, batch.advantages, mask, config.clip_range),
-            mask,
-            config.loss_mode,
-            counts,
-        )
-        value_loss = aggregate(
-            clipped_value_loss(output.values, batch.values, batch.returns, mask, config.clip_range_vf),
-            mask,
-            config.loss_mode,
-            counts,
-        )
-        stats.add(policy_loss, value_loss, logratio, output.entropies, mask)
-        return policy_loss + config.vf_coef * value_loss
+
+        def mean(x: Tensor) -> Tensor:
+            return aggregate(x, mask, config.loss_mode, counts)
+
+        clipping = config.clip_range, config.clip_range_high, config.dual_clip
+        policy_loss = mean(clipped_policy_loss(output.logprobs, batch.logprobs, batch.advantages, mask, *clipping))
+        value_loss = mean(clipped_value_loss(output.values, batch.values, batch.returns, mask, config.clip_range_vf))
+        loss = policy_loss + config.vf_coef * value_loss
+        losses = {"policy_loss": policy_loss, "value_loss": value_loss}
+        if config.entropy_coef:
+            loss = loss - config.entropy_coef * mean(output.entropies)
+        if config.kl_loss_coef:
+            assert batch.ref_logprobs is not None  # checked when the agent was made
+            losses["kl_loss"] = mean(kl_loss(output.logprobs, batch.ref_logprobs, mask, config.kl_loss_estimator))
+            loss = loss + config.kl_loss_coef * losses["kl_loss"]
+        stats.add(logratio, output.entropies, mask, **losses)
+        return loss
+
+    def _pretraining_gradient(self, stats: UpdateStats) -> None:
+        """Add ptx_coef times the gradient of the language-model loss on a fresh batch of pretraining texts."""
+        if self.pretraining is None:
+            return
+        texts = self.pretraining.draw(self.config.ptx_batch_size, self.generator)
+        with arithmetic(self.policy):
+            for loss in ptx_losses(self.policy, *texts, self.config.micro_batch_size):
+                (self.config.ptx_coef * loss).backward()
+                stats.add_loss("ptx_loss", loss)

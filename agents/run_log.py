@@ -1,9 +1,9 @@
 """What a run leaves behind and shows: metrics, TensorBoard, sample texts, a plot, and a live table.
 
-metrics.jsonl  one line per iteration
+metrics.jsonl  one line per iteration, figures of evaluations among them as eval/<name>
 tensorboard/   the same for TensorBoard
 samples.txt    responses to read, per iteration
-training.png   score, KL and length against episodes
+training.png   score, KL and length against episodes, in training and in evaluations
 """
 
 from __future__ import annotations
@@ -11,15 +11,19 @@ from __future__ import annotations
 import json
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from textenv.agents.plots import plot_training
-from textenv.agents.types import IterationStats
+from textenv.agents.types import IterationStats, Sample
+
+if TYPE_CHECKING:
+    from textenv.evaluation import Evaluation
 
 COLUMNS = ("iteration", "episodes", "score", "kl", "length", "ended", "distinct-2", "tokens/s")
+EVAL_COLUMN = "eval/score"
 ROWS = 12
 """Iterations that the live table shows."""
 SAMPLE_EVERY = 5
@@ -36,6 +40,7 @@ class RunLog:
         episodes: seen before.
         progress: show the live table.
         goes_on: the run in the folder, if there is one, is the one that goes on.
+        evaluates: show a column for the scores of evaluations.
 
     Raises:
         FileExistsError: the folder holds another run.
@@ -49,10 +54,12 @@ class RunLog:
         episodes: int = 0,
         progress: bool = True,
         goes_on: bool = False,
+        evaluates: bool = False,
     ) -> None:
         self.folder, self.total, self.start = folder, total_episodes, episodes
         self.rows: list[dict[str, Any]] = []
-        self._recent: deque[IterationStats] = deque(maxlen=ROWS)
+        self._columns = (*COLUMNS, EVAL_COLUMN) if evaluates else COLUMNS
+        self._recent: deque[list[str]] = deque(maxlen=ROWS)
         self._progress = progress
         if folder is not None:
             self._open(folder, iteration, goes_on)
@@ -86,28 +93,49 @@ class RunLog:
             self._live.start()
             self._live.update("The first iteration is running ...", refresh=True)
         elif self._progress:
-            self._print_row(COLUMNS)
+            self._print_row(self._columns)
         return self
 
-    def record(self, stats: IterationStats) -> None:
-        """Log one iteration everywhere."""
-        row = {key: value if math.isfinite(value) else None for key, value in stats.metrics().items()}
+    def record_start(self, evaluation: Evaluation) -> None:
+        """Log an evaluation before the first iteration: a line of iteration 0."""
+        self._write({"iteration": 0, "episodes": 0, **eval_figures(evaluation)})
+        self._write_samples("== evaluation before training", eval_samples(evaluation))
+        cells = ["0", "0", *[""] * (len(COLUMNS) - 2), f"{evaluation.score.value:.3f}"]
+        self._recent.append(cells)
+        if self._progress and not self._shows:
+            self._print_row(cells)
+
+    def record(self, stats: IterationStats, evaluation: Evaluation | None = None) -> None:
+        """Log one iteration everywhere, and the evaluation that followed it."""
+        cells = _cells(stats)
+        self._write(stats.metrics() | ({} if evaluation is None else eval_figures(evaluation)))
+        self._write_samples(f"== iteration {stats.iteration}, episodes {stats.episodes}", stats.samples)
+        if evaluation is not None:
+            self._write_samples(f"== evaluation after iteration {stats.iteration}", eval_samples(evaluation))
+            cells.append(f"{evaluation.score.value:.3f}")
+        self._recent.append(cells)
+        if self._shows:
+            self._live.update(self._view(stats), refresh=True)
+        elif self._progress:
+            self._print_row(cells)
+            if stats.iteration % SAMPLE_EVERY == 1:
+                self._say(sample_lines(stats.samples))
+
+    def _write(self, figures: Mapping[str, float]) -> None:
+        """One line of metrics, and the same for TensorBoard."""
+        row = {key: value if math.isfinite(value) else None for key, value in figures.items()}
         self.rows.append(row)
-        self._recent.append(stats)
         if self.folder is not None:
             with (self.folder / "metrics.jsonl").open("a") as file:
                 file.write(json.dumps(row) + "\n")
             for key, value in row.items():
                 if value is not None:
-                    self._tensorboard.add_scalar(key, value, stats.iteration)
+                    self._tensorboard.add_scalar(key, value, row["iteration"])
+
+    def _write_samples(self, title: str, samples: Sequence[Sample]) -> None:
+        if self.folder is not None:
             with (self.folder / "samples.txt").open("a") as file:
-                file.write(f"== iteration {stats.iteration}, episodes {stats.episodes}\n{sample_lines(stats)}\n")
-        if self._shows:
-            self._live.update(self._view(stats), refresh=True)
-        elif self._progress:
-            self._print_row(_cells(stats))
-            if stats.iteration % SAMPLE_EVERY == 1:
-                self._say(sample_lines(stats))
+                file.write(f"{title}\n{sample_lines(samples)}\n")
 
     def _print_row(self, cells: Sequence[str]) -> None:
         """One plain line, for output that is not a terminal."""
@@ -120,11 +148,11 @@ class RunLog:
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(*COLUMNS, title=f"{stats.episodes} of {self.total} episodes", expand=False)
-        for recent in self._recent:
-            table.add_row(*_cells(recent))
+        table = Table(*self._columns, title=f"{stats.episodes} of {self.total} episodes", expand=False)
+        for cells in self._recent:
+            table.add_row(*cells)
         bar = ProgressBar(total=self.total - self.start, completed=stats.episodes - self.start, width=60)
-        return Group(table, Padding(bar, (0, 0, 1, 0)), Text(sample_lines(stats)))
+        return Group(table, Padding(bar, (0, 0, 1, 0)), Text(sample_lines(stats.samples)))
 
     def __exit__(
         self, kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
@@ -159,9 +187,19 @@ def _cells(stats: IterationStats) -> list[str]:
     ]
 
 
-def sample_lines(stats: IterationStats) -> str:
-    """The samples as lines: score, prompt, what was written."""
-    return "\n".join(f"{s.score:+.2f}  {s.prompt} |{_one_line(s.response)}" for s in stats.samples)
+def eval_figures(evaluation: Evaluation) -> dict[str, float]:
+    """An evaluation's figures under the names they have in logs."""
+    return {f"eval/{name}": value for name, value in evaluation.metrics().items()}
+
+
+def eval_samples(evaluation: Evaluation) -> list[Sample]:
+    """An evaluation's samples."""
+    return [Sample(*sample) for sample in evaluation.samples]
+
+
+def sample_lines(samples: Sequence[Sample]) -> str:
+    """Samples as lines: score, prompt, what was written."""
+    return "\n".join(f"{s.score:+.2f}  {s.prompt} |{_one_line(s.response)}" for s in samples)
 
 
 def _one_line(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,43 +20,73 @@ class UpdateStats:
     """What the optimiser saw, summed over micro-batches, minibatches and epochs.
 
     Args:
-        clip_range: of the ratio.
+        clip_range: of the ratio, downwards.
+        clip_range_high: upwards; None: the same.
     """
 
-    def __init__(self, clip_range: float) -> None:
-        self.clip_range = clip_range
+    def __init__(self, clip_range: float, clip_range_high: float | None = None) -> None:
+        self.clip_range = clip_range, clip_range if clip_range_high is None else clip_range_high
         self.grad_norms: list[float] = []
-        self._losses = [0.0, 0.0]
+        self.early_stop = False
+        self._losses = dict.fromkeys(("policy_loss", "value_loss", "kl_loss", "ptx_loss"), 0.0)
+        self._seen: set[str] = set()
         self._logratios: list[Tensor] = []
         self._entropies: list[Tensor] = []
+        self._minibatch = 0
+        """Where in `_logratios` the present minibatch begins."""
 
-    def add(
-        self, policy_loss: Tensor, value_loss: Tensor, logratio: Tensor, entropies: Tensor, response_mask: Tensor
-    ) -> None:
-        """One micro-batch: its shares of the minibatch's losses, and its tokens."""
-        self._losses[0] += float(policy_loss.detach())
-        self._losses[1] += float(value_loss.detach())
+    def add(self, logratio: Tensor, entropies: Tensor, response_mask: Tensor, **losses: Tensor) -> None:
+        """One micro-batch: its tokens, and its shares of the minibatch's losses by the names they are logged under."""
+        for name, loss in losses.items():
+            self.add_loss(name, loss)
         self._logratios.append(logratio.detach()[response_mask].float().cpu())
         self._entropies.append(entropies.detach()[response_mask].float().cpu())
 
-    def add_grad_norm(self, norm: float) -> None:
-        """One optimiser step: its gradient norm before clipping."""
-        self.grad_norms.append(norm)
+    def add_loss(self, name: str, loss: Tensor) -> None:
+        """A micro-batch's share of one of the minibatch's losses."""
+        self._losses[name] += float(loss.detach())
+        self._seen.add(name)
 
-    def figures(self) -> dict[str, float]:
-        """Means over optimiser steps (losses, norms) and over tokens (the rest)."""
+    @property
+    def minibatch_kl(self) -> float:
+        """`approx_kl` per token of the whole minibatch that is at hand, all its micro-batches together."""
+        return float(approx_kl(torch.cat(self._logratios[self._minibatch :])).mean())
+
+    def add_grad_norm(self, norm: float) -> None:
+        """One optimiser step, which ends the minibatch: its gradient norm before clipping."""
+        self.grad_norms.append(norm)
+        self._minibatch = len(self._logratios)
+
+    def stop(self) -> None:
+        """The minibatch at hand is looked at, but its step is not taken, and no other follows."""
+        self.early_stop = True
+
+    def figures(self) -> dict[str, Any]:
+        """Means over minibatches (losses), over optimiser steps (norms) and over tokens (the rest)."""
         steps = len(self.grad_norms)
-        if steps == 0:
-            names = ("policy_loss", "value_loss", "grad_norm", "clip_fraction", "approx_kl", "entropy")
-            return dict.fromkeys((*names, "ratio_q01", "ratio_q50", "ratio_q99"), math.nan)
+        looked_at = dict.fromkeys(self._losses, steps + self.early_stop) | {"ptx_loss": steps}
+        means = {
+            name: total / looked_at[name] if name in self._seen and looked_at[name] else math.nan
+            for name, total in self._losses.items()
+        }
+        return {
+            **means,
+            **self._token_figures(),
+            "grad_norm": sum(self.grad_norms) / steps if steps else math.nan,
+            "updates": steps,
+            "early_stop": int(self.early_stop),
+        }
+
+    def _token_figures(self) -> dict[str, float]:
+        if not self._logratios:
+            names = ("clip_fraction", "approx_kl", "entropy", "ratio_q01", "ratio_q50", "ratio_q99")
+            return dict.fromkeys(names, math.nan)
         logratio = torch.cat(self._logratios)
         ratio = logratio.exp()
         low, middle, high = torch.quantile(_at_most(ratio, 1_000_000), torch.tensor([0.01, 0.5, 0.99])).tolist()
+        down, up = self.clip_range
         return {
-            "policy_loss": self._losses[0] / steps,
-            "value_loss": self._losses[1] / steps,
-            "grad_norm": sum(self.grad_norms) / steps,
-            "clip_fraction": float(((ratio - 1).abs() > self.clip_range).float().mean()),
+            "clip_fraction": float(((ratio - 1 > up) | (1 - ratio > down)).float().mean()),
             "approx_kl": float(approx_kl(logratio).mean()),
             "entropy": float(torch.cat(self._entropies).mean()),
             "ratio_q01": low,

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 import torch
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
-from textenv.agents.policy import last_columns, output_from_logits
+from textenv.agents import acting
+from textenv.agents.policy import PolicyLogprobs, last_columns, output_from_logits
 from textenv.agents.types import PolicyOutput
+from textenv.packed_masks import PackedMasks
 
 
 class TablePolicy(nn.Module):
@@ -26,11 +31,35 @@ class TablePolicy(nn.Module):
         self.logits = nn.Parameter(start.clone())
         self.values = nn.Parameter(torch.zeros(len(start)))
 
-    def evaluate(self, input_ids: Tensor, attention_mask: Tensor, response_tokens: int) -> PolicyOutput:
-        """See `Policy.evaluate`."""
-        logits = self.logits.expand(len(input_ids), -1, -1)
-        values = self.values.expand(len(input_ids), -1)
-        return output_from_logits(logits, values, input_ids, attention_mask[:, -response_tokens:])
+    def evaluate(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        response_tokens: int,
+        *,
+        entropy_grad: bool = False,
+        action_masks: PackedMasks | None = None,
+    ) -> PolicyOutput:
+        """See `Policy.evaluate`.
+
+        Raises:
+            ValueError: `response_tokens` is more than the table has rows.
+        """
+        if response_tokens > len(self.logits):
+            raise ValueError(
+                f"`response_tokens` should be at most {len(self.logits)}, the table's rows, got {response_tokens}: "
+                "there are no logits for later positions. Make the table as long as responses and texts can be."
+            )
+        logits = self.logits[:response_tokens].expand(len(input_ids), -1, -1)
+        values = self.values[:response_tokens].expand(len(input_ids), -1)
+        return output_from_logits(
+            logits,
+            values,
+            input_ids,
+            attention_mask[:, -response_tokens:],
+            entropy_grad=entropy_grad,
+            action_masks=action_masks,
+        )
 
     def next_logits(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:  # noqa: ARG002 - the protocol's
         """See `Policy.next_logits`; a full response has no next token and gets the last position's logits.
@@ -46,3 +75,26 @@ class TablePolicy(nn.Module):
                 "or make the table for prompts of equal length."
             )
         return self.logits[position.clamp_max(len(self.logits) - 1)]
+
+    def act(
+        self,
+        observations: Mapping[str, NDArray[Any]],
+        *,
+        generator: np.random.Generator | None = None,
+        deterministic: bool = False,
+        action_masks: PackedMasks | None = None,
+    ) -> NDArray[np.int64] | int:
+        """Choose a token for each row; see `acting.act`."""
+        return acting.act(
+            self, observations, generator=generator, deterministic=deterministic, action_masks=action_masks
+        )
+
+    def response_logprobs(
+        self,
+        input_ids: NDArray[Any],
+        attention_mask: NDArray[Any],
+        response_tokens: int,
+        action_masks: PackedMasks | None = None,
+    ) -> NDArray[np.float64]:
+        """Log-probabilities (B, T) of whole responses; see `PolicyLogprobs.response_logprobs`."""
+        return PolicyLogprobs(self).response_logprobs(input_ids, attention_mask, response_tokens, action_masks)

@@ -15,13 +15,16 @@ import torch
 from gymnasium.vector import VectorEnv
 from numpy.typing import NDArray
 
-from textenv.agents.policy import Policy, PolicyLogprobs, arithmetic, device_of
+from textenv.agents.policy import Policy, PolicyLogprobs, arithmetic, check_takes_action_masks, device_of
 from textenv.agents.rollouts.base import sample_tokens
 from textenv.agents.run_log import RunLog
+from textenv.constraints import Constraint, constraint_of
+from textenv.lm.logprobs import forbid
 from textenv.replay import attach_policy, layers, text_envs
 
 if TYPE_CHECKING:
     from textenv.agents.agent import Agent
+    from textenv.agents.held_out import HeldOut
 
 
 def derive_seed(seed: int, iteration: int) -> int:
@@ -49,9 +52,11 @@ def attach(policy: Policy, envs: VectorEnv[Any, Any, Any]) -> None:
         envs: vector text environments.
 
     Raises:
-        TypeError: `envs` holds no text environments.
+        TypeError: `envs` holds no text environments, or they forbid tokens and the policy cannot be told which.
     """
     base: Any = text_envs(envs)
+    if constraint_of(envs) is not None:
+        check_takes_action_masks(policy)
     reference: Any = getattr(policy, "reference", None)
     attach_policy(envs, PolicyLogprobs(policy), reference)
     if hasattr(base.task.scorer, "with_trunk"):
@@ -62,9 +67,18 @@ def attach(policy: Policy, envs: VectorEnv[Any, Any, Any]) -> None:
 
 
 def learn(
-    agent: Agent, total_episodes: int, run_dir: str | os.PathLike[str] | None, save_every: int, progress: bool
+    agent: Agent,
+    total_episodes: int,
+    run_dir: str | os.PathLike[str] | None,
+    save_every: int,
+    progress: bool,
+    held_out: HeldOut | None = None,
 ) -> None:
-    """Drive an agent's iterations, log each, and keep a checkpoint of the last one that was completed."""
+    """Drive an agent's iterations, evaluate and log them, and keep a checkpoint of the last one that was completed.
+
+    An iteration is complete when its evaluation is: Ctrl-C during that one loses the iteration, and the run that goes
+    on from the checkpoint does both again.
+    """
     for name, value in (("total_episodes", total_episodes), ("save_every", save_every)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(
@@ -76,29 +90,39 @@ def learn(
         folder = Path("runs") / f"{type(agent).__name__.lower()}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     checkpoint = None if folder is None else folder / "checkpoint"
     goes_on = folder is not None and folder.resolve() == agent.run_folder
-    with RunLog(folder, total_episodes, agent.iteration, agent.episodes, progress, goes_on) as log:
+    evaluates = held_out is not None
+    with RunLog(folder, total_episodes, agent.iteration, agent.episodes, progress, goes_on, evaluates) as log:
         agent.run_folder = None if folder is None else folder.resolve()
         if checkpoint is not None:
             agent.save(checkpoint)
+        if held_out is not None and agent.iteration == 0 and not log.rows:
+            log.record_start(held_out.evaluate())
         while agent.episodes < total_episodes:
             stats = agent.step()
-            log.record(stats)
             last = agent.episodes >= total_episodes
+            log.record(stats, held_out.evaluate() if held_out is not None and held_out.due(last) else None)
             if checkpoint is not None and (last or agent.iteration % save_every == 0):
                 agent.save(checkpoint)
 
 
 @torch.no_grad()
 def predict(
-    policy: Policy, observation: Mapping[str, NDArray[Any]], deterministic: bool, generator: torch.Generator
+    policy: Policy,
+    observation: Mapping[str, NDArray[Any]],
+    deterministic: bool,
+    generator: torch.Generator,
+    constraint: Constraint | None = None,
 ) -> Any:
-    """The next token for one observation, or for each of N."""
+    """The next token for one observation, or for each of N, among those that a constraint allows."""
     ids, mask = (np.asarray(observation[key]) for key in ("input_ids", "attention_mask"))
     single = ids.ndim == 1
     device = device_of(policy)
     batch = [torch.as_tensor(np.atleast_2d(array), device=device) for array in (ids, mask)]
     with arithmetic(policy):
         logits = policy.next_logits(*batch)
+    if constraint is not None:
+        masks = constraint.next_masks({"input_ids": np.atleast_2d(ids), "attention_mask": np.atleast_2d(mask)})
+        logits = forbid(logits, masks)
     uniforms = torch.rand(len(logits), generator=generator, dtype=torch.float64).to(device)
     actions: NDArray[np.int64] = sample_tokens(logits, uniforms, 0.0 if deterministic else 1.0).cpu().numpy()
     return int(actions[0]) if single else actions

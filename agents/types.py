@@ -14,6 +14,9 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
+from textenv.constraints import Constraint
+from textenv.packed_masks import PackedMasks
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
@@ -26,12 +29,15 @@ class Sampling:
             sampling draws from another distribution than the one whose log-probabilities training uses, and its KL to
             the reference is infinite or negative (trl#235, #351).
         seed: of this call. Equal seeds and prompts give equal responses.
+        constraint: which tokens the task allows in each state; the others must not be written. Prompts then fit the
+            task's prompt budget.
     """
 
     max_tokens: int
     stop_ids: tuple[int, ...]
     temperature: float = 1.0
     seed: int = 0
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,9 @@ class Generation:
     """What an engine wrote: B arrays of ids, each ending at its first stop id or at the budget."""
 
     responses: list[NDArray[np.int64]]
+    action_masks: PackedMasks | None = None
+    """What `Sampling.constraint` allowed where each token was chosen, index (B, T). An engine that leaves it out makes
+    the constraint say it again, which for top-k masks may differ by rounding."""
 
     @property
     def tokens(self) -> int:
@@ -55,7 +64,7 @@ class PolicyOutput:
     values: Float[Tensor, "B T"]
     """V(x, y_<t), the value of the state in which token t was chosen; differentiable."""
     entropies: Float[Tensor, "B T"]
-    """Entropy of the distribution that token t was drawn from, nats; without gradient."""
+    """Entropy of the distribution that token t was drawn from, nats; differentiable only where it was asked for."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +92,8 @@ class Rollout:
     responses: tuple[str, ...]
     seconds: dict[str, float]
     """Wall time by phase."""
+    action_masks: PackedMasks | None = None
+    """What was allowed where each token was chosen, index (B, T); None: everything."""
 
     def rows(self, index: Tensor) -> Rollout:
         """The episodes at `index`, tensors only (texts are left behind)."""
@@ -91,6 +102,8 @@ class Rollout:
             for field in dataclasses.fields(self)
             if isinstance(getattr(self, field.name), Tensor)
         }
+        if self.action_masks is not None:
+            taken["action_masks"] = self.action_masks[index.cpu().numpy()]
         return dataclasses.replace(self, finish_reason=(), prompts=(), responses=(), **taken)
 
     @property
@@ -143,7 +156,7 @@ class IterationStats:
     explained_variance: float
     """1 - Var(returns - values) / Var(returns), values before the update."""
     clip_fraction: float
-    """Share of tokens whose ratio left [1 - clip_range, 1 + clip_range]."""
+    """Share of tokens whose ratio left [1 - clip_range, 1 + clip_range_high]."""
     approx_kl: float
     """Mean per token of (ratio - 1) - log ratio against the policy that wrote the batch."""
     ratio_q01: float
@@ -151,6 +164,14 @@ class IterationStats:
     ratio_q99: float
     grad_norm: float
     """Mean norm before clipping."""
+    kl_loss: float
+    """The KL term of the loss before its coefficient, nats; nan where it is off."""
+    ptx_loss: float
+    """Mean negative log-likelihood per token of the pretraining texts, nats; nan without them."""
+    updates: int
+    """Optimiser steps taken."""
+    early_stop: int
+    """1 where `target_kl` ended the updates before their number was reached, else 0."""
     dropped: int
     """Samples left out because they had no score."""
     tokens: int

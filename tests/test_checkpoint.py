@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 import torch
 from agent_helpers import CUT, TOY, lm_agent, lm_envs, parameters, same, toy_agent, toy_envs
-from lm_helpers import GRUPolicy
+from lm_helpers import PROMPTS, GRUPolicy
+from value_helpers import COMBINATIONS, make_policy
 
-from textenv.agents import PPO, TablePolicy, checkpoint
+from textenv.agents import PPO, PPOConfig, TablePolicy, checkpoint
+from textenv.prompts import PromptSet
 
 pytestmark = pytest.mark.filterwarnings(CUT)
 
@@ -53,10 +55,30 @@ class AllWeights(Adapters):
     lora_rank = None
 
 
+class Valued(Adapters):
+    """A value function other than a head on the policy's trunk."""
+
+    def __init__(self, value, lora_rank, dtype="float32"):
+        self.value, self.lora_rank, self.dtype = value, lora_rank, dtype
+
+    def agent(self, folder):
+        policy = make_policy(folder, self.value, self.lora_rank, temperature=0.8, dtype=self.dtype)
+        config = PPOConfig(num_minibatches=2, epochs=2, micro_batch_size=2, learning_rate=0.01, lr_schedule="linear")
+        agent = PPO(policy, self.envs(folder), config, seed=4)
+        agent.total_episodes = 48  # the schedule's end, as `learn` sets it
+        return agent
+
+
 KINDS = [Table(), Recurrent(), Adapters(), AllWeights()]
+KINDS += [Valued(value, lora_rank) for value, lora_rank in COMBINATIONS if value != "trunk"]
+KINDS += [Valued("reward", 4, "bfloat16")]
 
 
-@pytest.fixture(params=KINDS, ids=lambda kind: type(kind).__name__)
+def kind_name(kind):
+    return "-".join(map(str, [type(kind).__name__, *vars(kind).values()]))
+
+
+@pytest.fixture(params=KINDS, ids=kind_name)
 def kind(request):
     return request.param
 
@@ -84,7 +106,13 @@ def test_training_goes_on_bit_for_bit(kind, tiny_model, tmp_path):
     after = [figures(second.step()) for _ in range(2)]
     np.testing.assert_equal(before + after, expected)  # NaN equals NaN
     assert same(parameters(second), parameters(whole))
+    for ours, theirs in zip(_moments(whole), _moments(second), strict=True):
+        assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
     assert len({numbers["kl_coef"] for numbers, _ in expected}) > 2  # the controller moved
+
+
+def _moments(agent):
+    return agent.optimizer.state_dict()["state"].values()
 
 
 def test_everything_is_there_after_loading(kind, tiny_model, tmp_path):
@@ -103,6 +131,103 @@ def test_everything_is_there_after_loading(kind, tiny_model, tmp_path):
     assert torch.equal(loaded.generator.get_state(), agent.generator.get_state())
     if kind.policy() is None:
         assert loaded.policy.settings == agent.policy.settings and loaded.policy.temperature == 0.8
+
+
+def forget_statistics(agent):
+    agent.envs.env.env.shaper.load_state_dict({"count": 0, "mean": 0.0, "squares": 0.0})
+
+
+def forget_value_network(agent):
+    with torch.no_grad():
+        for name, parameter in agent.policy.value_network.named_parameters():
+            if "lora_B" in name:
+                parameter.zero_()
+
+
+FORGETTING = {
+    "optimizer": lambda agent: agent.optimizer.state.clear(),
+    "generator": lambda agent: agent.generator.manual_seed(0),
+    "iteration": lambda agent: setattr(agent, "iteration", agent.iteration + 1),
+    "schedule": lambda agent: setattr(agent, "episodes", 0),
+    "end of the schedule": lambda agent: setattr(agent, "total_episodes", None),
+    "value network": forget_value_network,
+    "value head": lambda agent: torch.nn.init.zeros_(agent.policy.value_head.weight),
+    "prompts": lambda agent: agent.envs.reset(seed=99),
+    "kl coefficient": lambda agent: setattr(agent.envs.leash, "kl_coef", 0.1),
+    "score statistics": forget_statistics,
+}
+
+
+@pytest.fixture(scope="module")
+def gone_on(tiny_model, tmp_path_factory):
+    """A checkpoint after three iterations, and the weights after the fourth."""
+    folder = tmp_path_factory.mktemp("gone") / "saved"
+    agent = Valued("separate", 4).agent(tiny_model)
+    for _ in range(3):
+        agent.step()
+    agent.save(folder)
+    agent.step()
+    return folder, parameters(agent)
+
+
+@pytest.mark.parametrize("what", [None, *FORGETTING])
+def test_whatever_is_forgotten_shows(tiny_model, gone_on, what):
+    """The contrast to the test above: its equality would notice each of these."""
+    folder, expected = gone_on
+    agent = PPO.load(folder, Valued("separate", 4).envs(tiny_model))
+    if what is not None:
+        FORGETTING[what](agent)
+    agent.step()
+    assert same(parameters(agent), expected) == (what is None)
+
+
+CURRICULUM = [(0, [1, 1, 0, 0]), (4, [0, 1, 1, 1])]
+
+
+@pytest.mark.parametrize("drawn", [{"order": "sequential"}, {"curriculum": CURRICULUM}], ids=["sequential", "stages"])
+def test_the_place_in_the_prompts_is_kept(tiny_model, tmp_path, drawn):
+    """Rows that take one prompt after the other, or that begin a stage at their fifth, go on where they were."""
+
+    def envs():
+        made = lm_envs(tiny_model, 3, **STEERED)
+        task = made.unwrapped.task
+        prompts = PromptSet.encode(PROMPTS, task.tokenizer, task.mdp.vocab_size, **drawn)
+        made.unwrapped.task = dataclasses.replace(task, prompts=prompts)
+        return made
+
+    def agent():
+        return PPO(make_policy(tiny_model, "separate"), envs(), PPOConfig(episodes_per_iteration=5), seed=4)
+
+    whole = agent()
+    expected = [figures(whole.step()) for _ in range(4)]
+    first = agent()
+    for _ in range(3):
+        first.step()
+    first.save(tmp_path / "saved")
+    second = PPO.load(tmp_path / "saved", envs())
+    np.testing.assert_equal([figures(second.step())], expected[3:])
+    assert same(parameters(second), parameters(whole))
+    shown = [[sample.prompt for sample in samples] for _, samples in expected]
+    assert shown[3] != shown[0]  # starting over would show
+
+
+def test_drawn_predictions_go_on(tmp_path):
+    agent = Table().agent(None)
+    observation, _ = agent.envs.reset(seed=0)
+    agent.predict(observation, deterministic=False)
+    agent.save(tmp_path / "saved")
+    loaded = PPO.load(tmp_path / "saved", Table().envs(None), Table.policy())
+    fresh, coming = (
+        [a.predict(observation, deterministic=False).tolist() for _ in range(4)] for a in (Table().agent(None), agent)
+    )
+    assert [loaded.predict(observation, deterministic=False).tolist() for _ in range(4)] == coming != fresh
+
+
+def test_checkpoints_from_before_predictions_were_kept_are_read(saved):
+    tensors = torch.load(saved / "optimizer.pt", weights_only=True)
+    del tensors["predict_generator"]
+    torch.save(tensors, saved / "optimizer.pt")
+    assert load(saved).iteration == 1
 
 
 def test_saving_twice_leaves_the_second(tmp_path):

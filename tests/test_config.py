@@ -21,6 +21,15 @@ BAD = {
     "gae_lambda": [-0.1, 1.01, NAN, "0.95"],
     "clip_range": [0, -0.2, NAN, INF, None],
     "clip_range_vf": [0, -0.2, NAN, INF, "0.2"],
+    "clip_range_high": [0, -0.2, NAN, INF, "0.2", True],
+    "dual_clip": [1, 1.0, 0.5, -3, NAN, INF, "3", True],
+    "target_kl": [0, -0.1, NAN, INF, "0.1", True],
+    "entropy_coef": [-0.01, NAN, INF, None, "0.1", True],
+    "kl_loss_coef": [-0.1, NAN, INF, None, False],
+    "kl_loss_estimator": ["k4", "exact", None, 2],
+    "ptx_coef": [-1, NAN, INF, None, "27.8"],
+    "ptx_batch_size": [0, -1, None, 1.5, True],
+    "ptx_max_tokens": [1, 0, -5, None, 2.0, "many", True],
     "vf_coef": [-0.1, NAN, INF, None],
     "max_grad_norm": [0, -1, NAN, INF, None],
     "whiten_advantages": [None, 1, "yes"],
@@ -37,6 +46,15 @@ ODD_BUT_GOOD = {
     "gamma": [0, 1, 0.99],
     "gae_lambda": [0, 1],
     "clip_range_vf": [None, 0.2],
+    "clip_range_high": [None, 0.28, 2],
+    "dual_clip": [None, 1.01, 3],
+    "target_kl": [None, 1e-6, 1],
+    "entropy_coef": [0, 0.01, 2],
+    "kl_loss_coef": [0, 0.05],
+    "kl_loss_estimator": ["k1", "k2", "k3"],
+    "ptx_coef": [0, 27.8],
+    "ptx_batch_size": [1, 64],
+    "ptx_max_tokens": [2, 1024],
     "vf_coef": [0, 1],
     "loss_mode": ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"],
 }
@@ -71,8 +89,17 @@ def test_settings_are_named_and_stay():
         PPOConfig().epochs = 2
 
 
+def test_what_changes_the_objective_is_off_by_default():
+    config = PPOConfig()
+    assert config.entropy_coef == config.kl_loss_coef == config.ptx_coef == 0
+    assert config.clip_range_high is config.dual_clip is config.target_kl is None
+    assert config.kl_loss_estimator == "k2"  # the one with the right gradient per token
+
+
 def test_settings_survive_a_checkpoints_json():
     import json
 
-    config = PPOConfig(micro_batch_size=4, clip_range_vf=0.3, lr_schedule="linear", check_start=False)
+    config = PPOConfig(
+        micro_batch_size=4, clip_range_vf=0.3, lr_schedule="linear", check_start=False, dual_clip=3, target_kl=0.1
+    )
     assert PPOConfig(**json.loads(json.dumps(dataclasses.asdict(config)))) == config

@@ -65,6 +65,67 @@ def test_clip_range_is_a_setting():
     assert clipped_policy_loss(one(math.log(1.5)), one(0.0), one(1.0), HERE, 0.4).item() == pytest.approx(-1.4)
 
 
+BY_SIGN_AND_REGION = [  # ratio, advantage, loss, gradient; range 0.8 to 1.4, dual clip 3
+    (0.5, 1.0, -0.5, -0.5),
+    (0.9, 1.0, -0.9, -0.9),
+    (1.3, 1.0, -1.3, -1.3),  # the lower end's 1.2 does not hold it back
+    (1.5, 1.0, -1.4, 0.0),
+    (5.0, 2.0, -2.8, 0.0),  # the dual clip has no say over good tokens
+    (0.5, -1.0, 0.8, 0.0),
+    (0.7, -2.0, 1.6, 0.0),  # the upper end's 0.6 does not let it sink further
+    (0.9, -1.0, 0.9, 0.9),
+    (1.3, -1.0, 1.3, 1.3),
+    (2.0, -1.0, 2.0, 2.0),  # beyond the upper end a bad token is still pushed down
+    (2.9, -2.0, 5.8, 5.8),
+    (5.0, -1.0, 3.0, 0.0),  # beyond the dual clip no longer
+    (5.0, -2.0, 6.0, 0.0),
+    (5.0, 0.0, 0.0, 0.0),
+]
+
+
+@pytest.mark.parametrize("ratio, advantage, loss, gradient", BY_SIGN_AND_REGION)
+def test_asymmetric_and_dual_clipping_by_hand(ratio, advantage, loss, gradient):
+    logprobs = one(-1.0 + math.log(ratio), grad=True)
+    value = clipped_policy_loss(logprobs, one(-1.0), one(advantage), HERE, 0.2, 0.4, 3.0)
+    value.sum().backward()
+    assert value.item() == pytest.approx(loss, abs=1e-9)
+    assert logprobs.grad.item() == pytest.approx(gradient, abs=1e-9)
+
+
+def held(ratio, low=0.8, high=1.4):
+    return min(max(ratio, low), high)
+
+
+WRONG = {
+    "ends swapped": lambda r, a: min(max(-a * r, -a * held(r, 0.6, 1.2)), 3 * abs(a) if a < 0 else math.inf),
+    "one range for both": lambda r, a: min(max(-a * r, -a * held(r, 0.8, 1.2)), 3 * abs(a) if a < 0 else math.inf),
+    "minimum of losses": lambda r, a: min(-a * r, -a * held(r), 3 * abs(a) if a < 0 else math.inf),
+    "no dual clip": lambda r, a: max(-a * r, -a * held(r)),
+    "dual clip for both signs": lambda r, a: min(max(-a * r, -a * held(r)), -3 * a),
+    "dual clip at the range": lambda r, a: -a * held(r),
+    "dual clip without the advantage": lambda r, a: min(max(-a * r, -a * held(r)), 3.0),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+def test_other_clippings_would_not_pass(wrong):
+    assert any(abs(wrong(r, a) - loss) > 0.1 for r, a, loss, _ in BY_SIGN_AND_REGION)
+
+
+def test_the_defaults_are_the_symmetric_clip_without_a_bound():
+    """All advantages and ratios at once, and the bound's own side: a ratio of 1e4 costs 1e4."""
+    generator = torch.Generator().manual_seed(3)
+    logratio, advantages = 3 * torch.randn(2, 40, 5, generator=generator, dtype=torch.float64)
+    mask = torch.ones(40, 5, dtype=torch.bool)
+    plain = clipped_policy_loss(logratio, torch.zeros_like(logratio), advantages, mask)
+    spelled_out = clipped_policy_loss(logratio, torch.zeros_like(logratio), advantages, mask, 0.2, 0.2, None)
+    bounded = clipped_policy_loss(logratio, torch.zeros_like(logratio), advantages, mask, 0.2, None, 2.0)
+    assert torch.equal(plain, spelled_out)
+    touched = (advantages < 0) & (logratio.exp() > 2)
+    assert torch.equal(plain != bounded, touched) and 10 < touched.sum() < 190
+    assert clipped_policy_loss(one(math.log(1e4)), one(0.0), one(-1.0), HERE).item() == pytest.approx(1e4)
+
+
 # The value loss
 
 
@@ -197,7 +258,7 @@ def test_log_ratio_is_zero_at_masked_positions():
 
 def losses(logprobs, old_logprobs, advantages, values, old_values, returns, mask, mode):
     """Everything that training adds up."""
-    policy = aggregate(clipped_policy_loss(logprobs, old_logprobs, advantages, mask), mask, mode)
+    policy = aggregate(clipped_policy_loss(logprobs, old_logprobs, advantages, mask, 0.2, 0.3, 1.5), mask, mode)
     value = aggregate(clipped_value_loss(values, old_values, returns, mask, 0.2), mask, mode)
     kl = aggregate(approx_kl(log_ratio(logprobs, old_logprobs, mask)), mask, mode)
     return policy, value, kl

@@ -15,8 +15,8 @@ from agent_helpers import CUT, TOY, lm_agent, lm_envs, parameters, same, toy_age
 from lm_helpers import GRUPolicy, llama
 
 from textenv import ScorerError
-from textenv.agents import LanguageModelPolicy, PPOConfig, TablePolicy
-from textenv.agents.losses import LOSS_MODES
+from textenv.agents import LanguageModelPolicy, TablePolicy
+from textenv.agents.losses import LOSS_MODES, Counts, approx_kl
 from textenv.agents.stats import UpdateStats, iteration_stats
 from textenv.lm import LanguageModel
 from textenv.oracle import evaluate
@@ -183,7 +183,9 @@ def test_update_figures_by_hand():
     nan, mask = float("nan"), torch.tensor([[True, True, False]])
     for ratios, losses, entropies in (((1.0, 1.1), (1.0, 3.0), (0.5, 1.0)), ((1.5, 0.5), (2.0, 4.0), (1.5, 2.0))):
         logratio = torch.tensor([[*np.log(ratios), nan]])
-        stats.add(*torch.tensor(losses), logratio, torch.tensor([[*entropies, nan]]), mask)
+        policy_loss, value_loss = torch.tensor(losses)
+        entropies = torch.tensor([[*entropies, nan]])
+        stats.add(logratio, entropies, mask, policy_loss=policy_loss, value_loss=value_loss)
     stats.add_grad_norm(0.5)
     stats.add_grad_norm(1.5)
     figures = stats.figures()
@@ -196,7 +198,9 @@ def test_update_figures_by_hand():
 
 
 def test_no_optimiser_step_no_figures():
-    assert all(math.isnan(value) for value in UpdateStats(0.2).figures().values())
+    figures = UpdateStats(0.2).figures()
+    assert (figures.pop("updates"), figures.pop("early_stop")) == (0, 0)
+    assert len(figures) == 11 and all(math.isnan(value) for value in figures.values())
 
 
 def test_whitening_is_over_the_batch():
@@ -223,10 +227,18 @@ def record_of(agent, rollout):
     return {name: x for name, x in stats.metrics().items() if "second" not in name}, parameters(agent)
 
 
+TERMS = {"clip_range_high": 0.3, "dual_clip": 1.5, "entropy_coef": 0.3, "kl_loss_coef": 0.2}
+"""Everything that can be in the loss."""
+
 AGENTS = {
     "table": lambda _: toy_agent(num_minibatches=2, learning_rate=0.1, clip_range_vf=0.2),
+    "table, k1": lambda _: toy_agent(num_minibatches=2, learning_rate=0.1, **TERMS, kl_loss_estimator="k1"),
+    "table, k2": lambda _: toy_agent(num_minibatches=2, learning_rate=0.1, **TERMS),
+    "table, k3": lambda _: toy_agent(num_minibatches=2, learning_rate=0.1, **TERMS, kl_loss_estimator="k3"),
+    "table, stops": lambda _: toy_agent(num_minibatches=2, learning_rate=0.1, target_kl=0.001),
     "recurrent": lambda _: toy_agent(GRUPolicy(6), num_minibatches=2, learning_rate=0.1),
     "language model": lambda folder: lm_agent(folder, num_minibatches=2, learning_rate=0.1),
+    "language model, all terms": lambda folder: lm_agent(folder, num_minibatches=2, learning_rate=0.1, **TERMS),
 }
 
 
@@ -289,8 +301,11 @@ def test_iterations_without_any_score_leave_the_policy_alone():
 # Micro-batches
 
 
+MICRO = {name: AGENTS[name] for name in ("recurrent", "language model", "language model, all terms")}
+
+
 @pytest.mark.parametrize("mode", LOSS_MODES)
-@pytest.mark.parametrize("make", [AGENTS["recurrent"], AGENTS["language model"]], ids=["recurrent", "language model"])
+@pytest.mark.parametrize("make", MICRO.values(), ids=MICRO)
 def test_eight_micro_batches_of_one_have_the_gradients_of_one_batch_of_eight(make, mode, tiny_model):
     agent = make(tiny_model)
     rollout = agent.rollout()
@@ -298,7 +313,7 @@ def test_eight_micro_batches_of_one_have_the_gradients_of_one_batch_of_eight(mak
     assert len(set(rollout.response_mask[index].sum(-1).tolist())) > 2
     results = {}
     for size in (None, 1, 3):
-        config = PPOConfig(micro_batch_size=size, loss_mode=mode, max_grad_norm=1e9)
+        config = dataclasses.replace(agent.config, micro_batch_size=size, loss_mode=mode, max_grad_norm=1e9)
         agent.config, stats = config, UpdateStats(0.2)
         before = copy.deepcopy(agent.policy.state_dict())
         agent._update(rollout, index, stats, check=False)
@@ -310,7 +325,7 @@ def test_eight_micro_batches_of_one_have_the_gradients_of_one_batch_of_eight(mak
         for one, other in zip(whole, results[size][0], strict=True):
             torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-4)
         for name, value in figures.items():
-            assert results[size][1][name] == pytest.approx(value, abs=1e-5), name
+            assert results[size][1][name] == pytest.approx(value, abs=1e-5, nan_ok=True), name
 
 
 def test_averaging_micro_batches_by_their_own_token_counts_would_be_another_gradient():
@@ -335,6 +350,278 @@ def test_minibatches_visit_every_episode_once_per_epoch(monkeypatch):
     for epoch in (visited[:3], visited[3:]):
         assert sorted(row for index in epoch for row in index) == list(range(32))
     assert visited[:3] != visited[3:]
+
+
+# Terms of the loss
+
+
+def loss_and_gradient(rollout, policy, **config):
+    """Of the whole rollout as one minibatch; the policy's logits are left as they are."""
+    agent = toy_agent(policy, check_start=False, max_grad_norm=1e9, learning_rate=1e-12, **config)
+    stats = UpdateStats(0.2)
+    agent._update(rollout, torch.arange(len(rollout.input_ids)), stats, check=False)
+    return policy.logits.grad.double(), stats.figures()
+
+
+@pytest.fixture
+def moved():
+    """A rollout, and a policy that has moved away from the one that wrote it."""
+    policy = TablePolicy(np.random.default_rng(0).normal(size=(8, 6)))
+    rollout = toy_agent(policy, check_start=False).rollout()
+    with torch.no_grad():
+        policy.logits += 0.5 * torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
+    return rollout, policy
+
+
+def test_entropy_bonus_adds_the_gradient_of_the_mean_entropy(moved):
+    """Written out for a table: d H_t / d logit = -pi (log pi + H), weighted by how often position t occurs."""
+    rollout, policy = moved
+    plain, _ = loss_and_gradient(rollout, policy)
+    bonus, figures = loss_and_gradient(rollout, policy, entropy_coef=0.7)
+    pi = torch.softmax(policy.logits.detach().double(), -1)
+    entropy = -(pi * pi.log()).sum(-1)
+    share = rollout.response_mask.sum(0) / rollout.response_mask.sum()
+    slope = -pi * (pi.log() + entropy[:, None]) * share[:, None]
+    torch.testing.assert_close(bonus - plain, -0.7 * slope, atol=1e-6, rtol=0)  # the loss goes down with entropy
+    assert slope.abs().max() > 0.01
+    assert figures["entropy"] == pytest.approx((entropy * share).sum().item(), abs=1e-5)
+
+
+def test_entropy_bonus_keeps_a_policy_wide():
+    ends = [[agent.step() for _ in range(8)][-1].entropy for agent in map(entropic, (0.0, 1.0))]
+    assert ends[0] < 1.2 < 1.7 < ends[1] < math.log(6) + 1e-5
+
+
+def entropic(coef):
+    return toy_agent(learning_rate=0.1, entropy_coef=coef)
+
+
+@pytest.mark.parametrize(
+    "estimator, slope", [("k1", lambda u: 1.0), ("k2", lambda u: u), ("k3", lambda u: 1 - 1 / math.exp(u))]
+)
+def test_kl_in_the_loss_adds_its_gradient_token_by_token(moved, estimator, slope):
+    rollout, policy = moved
+    plain, off = loss_and_gradient(rollout, policy)
+    with_kl, figures = loss_and_gradient(rollout, policy, kl_loss_coef=0.7, kl_loss_estimator=estimator)
+    log_pi = torch.log_softmax(policy.logits.detach().double(), -1)
+    expected, losses = torch.zeros(8, 6, dtype=torch.float64), []
+    for row, length in enumerate(lengths(rollout)):
+        for t in range(length):
+            token = int(rollout.input_ids[row, 1 + t])
+            u = log_pi[t, token].item() - math.log(1 / 6)
+            losses.append({"k1": u, "k2": u * u / 2, "k3": math.exp(-u) - 1 + u}[estimator])
+            expected[t] += 0.7 * slope(u) * (torch.eye(6)[token] - log_pi[t].exp()) / sum(lengths(rollout))
+    torch.testing.assert_close(with_kl - plain, expected, atol=1e-6, rtol=0)
+    assert figures["kl_loss"] == pytest.approx(np.mean(losses), abs=1e-5) and math.isnan(off["kl_loss"])
+    assert figures["policy_loss"] == off["policy_loss"]  # logged apart
+
+
+def tilt_of_the_score_alone(kl_coef):
+    """Where KL in the loss settles: each position's tilt by the score expected from there, KL to come left out."""
+    rows, value = [], -1.0  # of a response that never stops
+    for reference, scores in zip(TOY.reference_logprobs[::-1], TOY.token_scores[::-1], strict=True):
+        q = scores + np.where(np.arange(6) == 0, 0.0, value)
+        tilted = reference + q / kl_coef
+        rows.append(tilted - np.logaddexp.reduce(tilted))
+        value = (np.exp(rows[-1]) * q).sum()
+    return np.array(rows[::-1])
+
+
+def regret_of(kl_coef, toll=0.0, **config):
+    options = {"gae_lambda": 1.0, "vf_coef": 0.5, "learning_rate": 0.05, "lr_schedule": "linear"}
+    agent = toy_agent(envs=toy_envs(256, kl_coef=toll), **options, whiten_advantages=False, **config)
+    agent.learn(30_000, run_dir=None, progress=False)
+    logprobs = torch.log_softmax(agent.policy.logits.detach().double(), -1).numpy()
+    return evaluate(TOY, logprobs, kl_coef=kl_coef).regret
+
+
+def test_kl_in_the_loss_comes_near_the_optimum_where_the_score_dominates():
+    """Of a regret of 2.32 at the start; KL in the reward leaves 0.01 of it with the same settings."""
+    assert regret_of(0.1, kl_loss_coef=0.1) < 0.02 * 2.318
+
+
+@pytest.mark.slow
+def test_kl_in_the_loss_settles_where_it_is_said_to():
+    """At a coefficient that matters: 0.453 at the start, 0.065 at the tilt by the score alone, 0 at the optimum."""
+    predicted = evaluate(TOY, tilt_of_the_score_alone(0.5), kl_coef=0.5).regret
+    assert predicted == pytest.approx(0.065, abs=1e-3)
+    assert regret_of(0.5, kl_loss_coef=0.5) == pytest.approx(predicted, abs=0.01)
+    assert regret_of(0.5, toll=0.5) < 0.01  # in the reward: the optimum
+    assert regret_of(0.5, kl_loss_coef=0.5, kl_loss_estimator="k1") > 1  # no pull at all
+    assert regret_of(0.5, kl_loss_coef=0.5, kl_loss_estimator="k3") > 0.09  # the other KL's
+
+
+def test_clipping_options_reach_the_loss(moved):
+    """The figure for tokens beyond the range too."""
+    rollout, policy = moved
+    losses = {}
+    for name, options in {"plain": {}, "high": {"clip_range_high": 0.6}, "dual": {"dual_clip": 1.2}}.items():
+        agent = toy_agent(policy, check_start=False, learning_rate=1e-12, epochs=1, **options)
+        stats = agent.optimise(rollout)
+        losses[name] = stats.figures()
+    ratio, advantage = [], []
+    log_pi = torch.log_softmax(policy.logits.detach(), -1)
+    for row, length in enumerate(lengths(rollout)):
+        for t in range(length):
+            ratio.append(math.exp(log_pi[t, int(rollout.input_ids[row, 1 + t])] - rollout.logprobs[row, t]))
+            advantage.append(rollout.advantages[row, t].item())
+    r, a = np.array(ratio), np.array(advantage)
+    high = np.maximum(-a * r, -a * r.clip(0.8, 1.6))
+    dual = np.maximum(-a * r, -a * r.clip(0.8, 1.2))
+    dual = np.where(a < 0, np.minimum(dual, -1.2 * a), dual)
+    assert losses["high"]["policy_loss"] == pytest.approx(high.mean(), abs=1e-5)
+    assert losses["dual"]["policy_loss"] == pytest.approx(dual.mean(), abs=1e-5)
+    assert len({round(figures["policy_loss"], 4) for figures in losses.values()}) == 3
+    assert losses["plain"]["clip_fraction"] == pytest.approx(((r > 1.2) | (r < 0.8)).mean())
+    assert (
+        losses["high"]["clip_fraction"]
+        == pytest.approx(((r > 1.6) | (r < 0.8)).mean())
+        != losses["plain"]["clip_fraction"]
+    )
+
+
+def test_terms_that_are_off_leave_no_trace():
+    runs = []
+    for options in ({}, {"entropy_coef": 0, "kl_loss_coef": 0.0, "kl_loss_estimator": "k3", "target_kl": 1e9}):
+        agent = toy_agent(learning_rate=0.1, num_minibatches=2, **options)
+        stats = [agent.step() for _ in range(3)]
+        runs.append(([s.policy_loss for s in stats], parameters(agent)))
+    assert runs[0][0] == runs[1][0] and same(runs[0][1], runs[1][1])
+
+
+@pytest.mark.parametrize("coef", ["entropy_coef", "kl_loss_coef"])
+def test_terms_alone_teach_where_rewards_do_not(coef):
+    """All rewards equal: advantages are 0, not NaN, and what moves is the term's doing."""
+    envs = toy_envs(kl_coef=0.0)
+    envs.unwrapped.task = dataclasses.replace(envs.unwrapped.task, scorer=lambda p, r: [1.0] * len(p))
+    start = np.random.default_rng(0).normal(size=(8, 6))
+    policy = TablePolicy(start)
+    with torch.no_grad():
+        policy.values.fill_(1.0)
+    agent = toy_agent(policy, envs, check_start=False, learning_rate=0.1, **{coef: 1.0})
+    with pytest.warns(UserWarning, match="Every advantage of a batch is 0"):
+        stats = [agent.step() for _ in range(10)]
+    assert not any(s.policy_loss for s in stats[:1])
+    spread = policy.logits.detach() - policy.logits.detach().mean(-1, keepdim=True)
+    assert spread[:3].abs().max() < 0.4 < np.abs(start[:3]).max()  # towards the uniform reference
+
+
+def test_policies_without_differentiable_entropies_are_refused():
+    with pytest.raises(
+        TypeError, match=r"With entropy_coef=0\.1 .* should take the argument `entropy_grad`, got GRUPolicy"
+    ):
+        toy_agent(GRUPolicy(6), entropy_coef=0.1)
+    toy_agent(GRUPolicy(6), kl_loss_coef=0.1)
+
+
+def test_kl_in_the_loss_without_a_reference_is_refused(tiny_model):
+    envs = lm_envs(tiny_model, kl_coef=None)
+    with pytest.raises(ValueError, match=r"With kl_loss_coef=0\.1 there should be a reference .* got none"):
+        toy_agent(GRUPolicy(envs.unwrapped.task.mdp.vocab_size), envs, kl_loss_coef=0.1)
+    lm_agent(tiny_model, envs, kl_loss_coef=0.1)  # carries its own
+
+
+@pytest.mark.filterwarnings(CUT)
+def test_every_term_in_bfloat16(tiny_model):
+    """Losses are float32, and near those of float32 arithmetic."""
+    figures, rollout = {}, None
+    for dtype in ("float32", "bfloat16"):
+        policy = LanguageModelPolicy.from_pretrained(tiny_model, lora_rank=4, dtype=dtype)
+        agent = toy_agent(policy, lm_envs(tiny_model), learning_rate=1e-3, micro_batch_size=3, **TERMS)
+        rollout = rollout or agent.rollout()
+        with policy.arithmetic():
+            loss = agent._loss(rollout, Counts.of(rollout.response_mask), UpdateStats(0.2), check=False)
+        assert loss.dtype == torch.float32
+        figures[dtype] = agent.optimise(rollout).figures()
+        assert all(parameter.dtype == torch.float32 for parameter in agent.parameters)
+    for name in ("policy_loss", "value_loss", "kl_loss", "entropy"):
+        assert figures["bfloat16"][name] == pytest.approx(figures["float32"][name], abs=0.1), name
+
+
+# Early stop
+
+
+def test_updates_stop_before_the_step_whose_minibatch_has_gone_too_far():
+    """Step by step beside an agent that is never stopped: the same updates until approx_kl exceeds 1.5 target_kl."""
+    free = toy_agent(learning_rate=0.05, epochs=10)
+    rollout = free.rollout()
+    kls, weights = [], []
+    for _ in range(10):
+        weights.append(parameters(free))
+        stats = UpdateStats(0.2)
+        order = torch.randperm(32, generator=free.generator)
+        free._update(rollout, order, stats, check=False)
+        kls.append(stats.figures()["approx_kl"])
+    assert kls[0] == 0 and kls[4] > kls[3]
+    target = (kls[3] + kls[4]) / 2 / 1.5  # between the fourth and the fifth
+    agent = toy_agent(learning_rate=0.05, epochs=10, target_kl=target)
+    figures = agent.optimise(agent.rollout()).figures()
+    assert (figures["updates"], figures["early_stop"]) == (4, 1)
+    assert same(parameters(agent), weights[4])
+    assert figures["approx_kl"] == pytest.approx(np.mean(kls[:5]), abs=1e-6)  # the one that stopped it too
+    other = toy_agent(learning_rate=0.05, epochs=10, target_kl=1.5 * target)
+    assert other.optimise(other.rollout()).figures()["updates"] > 4  # the factor is 1.5
+
+
+def test_the_whole_minibatch_decides_not_a_micro_batch_of_it():
+    """Some rows alone exceed the limit; the mean over all tokens does not."""
+    logits = torch.log_softmax(torch.linspace(0, 3, 48).reshape(8, 6), -1)
+    counts = []
+    for size in (None, 1, 5):
+        agent = toy_agent(TablePolicy(logits), check_start=False, micro_batch_size=size)
+        rollout = agent.rollout()
+        with torch.no_grad():
+            agent.policy.logits += 0.2 * torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
+        stats = UpdateStats(0.2)
+        agent._update(rollout, torch.arange(32), stats, check=False)
+        kl = stats.figures()["approx_kl"]
+        by_row = [approx_kl(x).mean().item() for x in stats._logratios]
+        agent.config = dataclasses.replace(agent.config, target_kl=kl / 1.4)
+        with torch.no_grad():
+            agent.policy.logits.copy_(logits + 0.2 * torch.randn(8, 6, generator=torch.Generator().manual_seed(1)))
+        agent._update(rollout, torch.arange(32), again := UpdateStats(0.2), check=False)
+        counts.append((again.figures()["updates"], again.early_stop))
+        assert size is None or max(by_row) > 1.5 * kl / 1.4
+    assert counts == [(1, False)] * 3
+
+
+def test_each_minibatch_is_judged_by_itself():
+    """A calm first minibatch does not make up for a wild second one."""
+    stats, mask = UpdateStats(0.2), torch.ones(1, 2, dtype=torch.bool)
+    for logratio, kl in ((0.0, 0.0), (0.5, math.expm1(0.5) - 0.5)):
+        stats.add(torch.full((1, 2), logratio), torch.zeros(1, 2), mask, policy_loss=torch.tensor(3.0))
+        assert stats.minibatch_kl == pytest.approx(kl)
+        if logratio == 0:
+            stats.add_grad_norm(1.0)
+    stats.stop()
+    figures = stats.figures()
+    assert figures["policy_loss"] == 3.0  # of two minibatches looked at
+    assert (figures["grad_norm"], figures["updates"], figures["early_stop"]) == (1.0, 1, 1)
+
+
+def test_a_stop_at_the_first_minibatch_takes_no_step():
+    """An engine's or an older policy's rollout."""
+    policy = TablePolicy(TOY.reference_logits)
+    agent = toy_agent(policy, target_kl=0.01, check_start=False)
+    rollout = agent.rollout()
+    with torch.no_grad():
+        policy.logits += torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
+    before = parameters(agent)
+    stats = agent.optimise(rollout)
+    assert same(parameters(agent), before) and not agent.optimizer.state
+    figures = stats.figures()
+    assert (figures["updates"], figures["early_stop"]) == (0, 1)
+    assert math.isnan(figures["grad_norm"]) and figures["approx_kl"] > 0.015 and math.isfinite(figures["policy_loss"])
+    assert all(parameter.grad is None for parameter in agent.parameters)
+
+
+def test_the_next_iteration_starts_afresh():
+    agent = toy_agent(learning_rate=0.1, target_kl=0.005, epochs=10)
+    stats = [agent.step() for _ in range(4)]
+    assert all(s.early_stop == 1 and 1 <= s.updates < 10 for s in stats)
+    assert stats[0].metrics()["updates"] == stats[0].updates
+    calm = toy_agent(learning_rate=1e-4, target_kl=0.1, epochs=3, num_minibatches=2).step()
+    assert (calm.updates, calm.early_stop) == (6, 0)
 
 
 # Seeds

@@ -22,10 +22,11 @@ from textenv.toy import ToyLanguage
 from textenv.wrappers import kl_penalty, score_wrappers
 from textenv.wrappers import vector as vector_wrappers
 from textenv.wrappers.kl import adapt_kl_coef, kl_toll
-from textenv.wrappers.scores import Normalize, missing_eos_scores, shape_scores
+from textenv.wrappers.scores import Ends, Normalize, missing_eos_scores, shape_scores
 
 MODES = pytest.mark.parametrize("mode", list(AutoresetMode), ids=lambda mode: mode.name)
 ROADS = pytest.mark.parametrize("road", ["single", "vector"])
+NO_ENDS = Ends([], np.zeros(0, dtype=np.int64), [])  # the running figures do not look at the responses
 
 
 class PositionLogprobs:
@@ -76,10 +77,12 @@ def kl(*ratios: float, **options: Any) -> Any:
     return lambda wrappers, env: wrappers.KLPenalty(env, reference, policy, **options)
 
 
-@pytest.mark.parametrize("module", [kl_penalty, score_wrappers], ids=lambda module: module.__name__)
-def test_docstring_examples_run(module):
+@pytest.mark.parametrize(
+    ("module", "examples"), [(kl_penalty, 3), (score_wrappers, 7)], ids=lambda value: getattr(value, "__name__", "")
+)
+def test_docstring_examples_run(module, examples):
     results = doctest.testmod(module)
-    assert (results.failed, results.attempted) == (0, 3)
+    assert (results.failed, results.attempted) == (0, examples)
 
 
 class TestKLPenalty:
@@ -298,7 +301,7 @@ class TestNormalizeScore:
     def test_batches_of_any_size_add_up(self, batches: list[list[float]]):
         running = Normalize(None, None)
         for batch in batches:
-            last = running(np.array(batch), [])
+            last = running(np.array(batch), NO_ENDS)
         seen = np.concatenate(batches)
         assert running.count == len(seen)
         assert running.mean == pytest.approx(seen.mean(), abs=1e-9)
@@ -327,7 +330,8 @@ class TestNormalizeScore:
 
     def test_nothing_but_dropped_samples(self):
         running = Normalize(None, None)
-        assert np.isnan(shape_scores(running, np.array([np.nan, np.nan]), ["stop", "stop"])).all()
+        ends = Ends(["stop", "stop"], np.array([1, 1]), ["", ""])
+        assert np.isnan(shape_scores(running, np.array([np.nan, np.nan]), ends)).all()
         assert running.count == 0
 
 

@@ -1,12 +1,15 @@
 """RLHF as a Gymnasium environment: the state is a text prefix, an action is a token, a scorer judges what was written.
 
-Importing textenv registers ``RLHF-v0`` and ``textenv/Toy-v0``. It needs numpy and Gymnasium only; models, agents and
-scorers live in `textenv.lm`, `textenv.agents` and `textenv.rewards`, and load torch when they are imported.
+Importing textenv registers ``RLHF-v0``, ``textenv/Toy-v0`` and the sanity environments of `textenv.sanity`. It needs
+numpy and Gymnasium only; models, agents and scorers live in `textenv.lm`, `textenv.agents` and `textenv.rewards`, and
+load torch when they are imported.
 """
 
 from textenv.env import TextGenerationEnv
+from textenv.evaluation import evaluate
+from textenv.evaluation_record import Evaluation
 from textenv.mdp import TokenMDP
-from textenv.prompts import PromptSet
+from textenv.prompts import PromptRecord, PromptSet, load_prompts
 from textenv.registration import register_envs
 from textenv.replay import Replay, attach_policy, replay
 from textenv.scoring import ScorerError
@@ -16,6 +19,8 @@ from textenv.vector_env import TextGenerationVectorEnv
 __version__ = "0.1.0"
 
 __all__ = [
+    "Evaluation",
+    "PromptRecord",
     "PromptSet",
     "Replay",
     "ScorerError",
@@ -24,6 +29,8 @@ __all__ = [
     "TextTask",
     "TokenMDP",
     "attach_policy",
+    "evaluate",
+    "load_prompts",
     "replay",
 ]
 

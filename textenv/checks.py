@@ -80,3 +80,17 @@ def prompts_asked_for(options: Mapping[str, Any], num_envs: int) -> Sequence[Any
             f"`prompt` beside it, got {prompts!r}. Use `prompt` to start all rows from the same one."
         )
     return list(prompts)
+
+
+def check_prompts_saved(state: Mapping[str, Any], fingerprint: str) -> None:
+    """Refuse a saved place in other prompts.
+
+    Raises:
+        ValueError: the state names another set of prompts.
+    """
+    if state.get("prompts", fingerprint) != fingerprint:  # older states do not say
+        raise ValueError(
+            f"The state should be of environments with the same prompts in the same order ({fingerprint}), got one of "
+            f"others ({state['prompts']}): its place would mean other prompts, and the run would not go on as if it "
+            "had never stopped. Make the environments with the prompts of training."
+        )

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
-from textenv.checks import check_actions, check_options
+from textenv.checks import check_actions, check_options, check_prompts_saved
 from textenv.mdp import TokenState, initial_state, is_terminated, is_truncated, transition
+from textenv.prompts import EncodedPrompt
 from textenv.task import TextTask, observation
 
 
@@ -39,7 +41,7 @@ class TextGenerationEnv(gym.Env[dict[str, Any], np.int64]):
     At reset ``prompt``; at an episode's end ``prompt, response, score, finish_reason, response_length``.
 
     ## Reset options
-    ``prompt``: a text or a list of token ids to start from.
+    ``prompt``: a text, a list of token ids or chat messages to start from; a `PromptRecord` where scorers get context.
 
     Args:
         task: prompts, scorer and MDP.
@@ -59,9 +61,10 @@ class TextGenerationEnv(gym.Env[dict[str, Any], np.int64]):
         self.observation_space = task.observation_space()
         self.action_space = task.action_space()
         self._state: TokenState | None = None
-        self._text = ""
+        self._prompt = EncodedPrompt("", ())
         self._shown = ""
         self._ended = False
+        self._drawn = 0
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -73,13 +76,17 @@ class TextGenerationEnv(gym.Env[dict[str, Any], np.int64]):
         """
         options = check_options(options, ("prompt",))
         super().reset(seed=seed)
-        self._text, ids = self.task.start(options.get("prompt"), self.np_random)
-        self._state = initial_state(self.task.mdp, [ids])
+        if seed is not None:
+            self._drawn = 0
+        asked = options.get("prompt")
+        self._prompt = self.task.start(asked, self.np_random, self._drawn)
+        self._drawn += asked is None
+        self._state = initial_state(self.task.mdp, [self._prompt.ids])
         self._ended = False
         if self.render_mode == "human":
             self._shown = ""
             self.render()
-        return self._observation(), {"prompt": self._text}
+        return self._observation(), {"prompt": self._prompt.text}
 
     def step(self, action: int | np.integer[Any]) -> tuple[dict[str, NDArray[Any]], float, bool, bool, dict[str, Any]]:
         """Append one token.
@@ -102,7 +109,7 @@ class TextGenerationEnv(gym.Env[dict[str, Any], np.int64]):
         self._ended = bool(stopped[0] or cut[0])
         reward, info = 0.0, {}
         if self._ended:
-            ends = self.task.episode_ends(state, [self._text], np.array([0]), stopped)
+            ends = self.task.episode_ends(state, [self._prompt], np.array([0]), stopped)
             info = {key: values[0] for key, values in ends.items()}
             reward = float(np.nan_to_num(info["score"]))
         if self.render_mode == "human":
@@ -116,13 +123,39 @@ class TextGenerationEnv(gym.Env[dict[str, Any], np.int64]):
         if self.render_mode is None:
             gym.logger.warn('`render` shows nothing: make the environment with render_mode="ansi".')
             return None
-        text = self._text + self.task.response_texts(self._state_now(), [0])[0]
+        text = self._prompt.text + self.task.response_texts(self._state_now(), [0])[0]
         if self.render_mode == "ansi":
             return text
         new = text[len(self._shown) :] if text.startswith(self._shown) else "\n" + text
         print(new, end="\n" if self._ended else "", flush=True)
         self._shown = text
         return None
+
+    def score_so_far(self) -> float:
+        """Score of the unfinished response.
+
+        Raises:
+            ScorerError: see `call_scorer`.
+        """
+        return float(self.task.score([self._prompt], self.task.response_texts(self._state_now(), [0]))[0])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The generator and the place in the prompts, as JSON can hold them: which prompts come next."""
+        return {
+            "generator": self.np_random.bit_generator.state,
+            "drawn": self._drawn,
+            "prompts": self.task.prompts.fingerprint,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict`.
+
+        Raises:
+            ValueError: it was taken with other prompts.
+        """
+        check_prompts_saved(state, self.task.prompts.fingerprint)
+        self.np_random.bit_generator.state = state["generator"]
+        self._drawn = int(state["drawn"])
 
     def _observation(self) -> dict[str, NDArray[Any]]:
         return {key: array[0] for key, array in observation(self._state_now()).items()}

@@ -39,3 +39,11 @@ def attach_policy(envs: VectorEnv[Any, Any, Any], policy_logprobs: Any, referenc
     for layer in layers(envs):
         if hasattr(type(layer), "attach_policy"):
             layer.attach_policy(policy_logprobs, reference)
+
+
+def reference_of(policy: Any, envs: VectorEnv[Any, Any, Any]) -> Any:
+    """What the toll measures against; without a toll the policy's own reference, for the record; else None."""
+    for layer in layers(envs):
+        if "leash" in vars(layer) and layer.leash.ref_logprobs is not None:
+            return layer.leash.ref_logprobs
+    return getattr(policy, "reference", None)

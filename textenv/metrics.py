@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+
+import numpy as np
+
+from textenv.estimates import Estimate, jackknife_estimate
 
 
 def distinct_n(texts: Sequence[str], n: int = 2) -> float:
@@ -15,7 +20,29 @@ def distinct_n(texts: Sequence[str], n: int = 2) -> float:
         >>> distinct_n(["a b a b", "a b"], 2)
         0.5
     """
-    grams = [
-        tuple(words[i : i + n]) for words in (text.lower().split() for text in texts) for i in range(len(words) - n + 1)
-    ]
-    return len(set(grams)) / len(grams) if grams else float("nan")
+    counts = [ngrams(text, n) for text in texts]
+    total = sum(c.total() for c in counts)
+    return len(set().union(*counts)) / total if total else float("nan")
+
+
+def distinct_n_estimate(texts: Sequence[str], n: int = 2, confidence: float = 0.95) -> Estimate:
+    """`distinct_n` with a jackknife interval over texts: resampling with replacement would itself repeat n-grams."""
+    counts = [ngrams(text, n) for text in texts]
+    together: Counter[tuple[str, ...]] = Counter()
+    for count in counts:
+        together.update(count)
+    total = together.total()
+    left_out = []
+    for count in counts:
+        lost = sum(together[gram] == times for gram, times in count.items())  # n-grams that no other text has
+        rest = total - count.total()
+        left_out.append((len(together) - lost) / rest if rest else np.nan)
+    value = len(together) / total if total else float("nan")
+    value, low, high = jackknife_estimate(value, left_out, confidence)
+    return Estimate(value, max(low, 0.0), min(high, 1.0))
+
+
+def ngrams(text: str, n: int) -> Counter[tuple[str, ...]]:
+    """Word n-grams of a text, lower case, with the number of their occurrences."""
+    words = text.lower().split()
+    return Counter(tuple(words[i : i + n]) for i in range(len(words) - n + 1))

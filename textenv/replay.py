@@ -17,12 +17,14 @@ import numpy as np
 from gymnasium.vector import VectorEnv
 from numpy.typing import NDArray
 
+from textenv.constraints import check_allowed, constraint_of
 from textenv.layers import attach_policy, layers, text_envs
 from textenv.mdp import TokenMDP, TokenState
+from textenv.packed_masks import PackedMasks
 from textenv.prompts import EncodedPrompt, Prompt
-from textenv.scoring import call_scorer, check_scores
+from textenv.scoring import check_scores
 from textenv.task import TextTask
-from textenv.whole import check_logprobs, whole_logprobs, whole_responses
+from textenv.whole import can_be_constrained, check_logprobs, whole_kl, whole_logprobs, whole_responses
 
 __all__ = ["Replay", "attach_policy", "layers", "replay", "text_envs", "whole_responses"]
 
@@ -60,6 +62,7 @@ def replay(
     scores: NDArray[Any] | None = None,
     logprobs: NDArray[Any] | None = None,
     ref_logprobs: NDArray[Any] | None = None,
+    action_masks: PackedMasks | None = None,
 ) -> Replay:
     """Step B whole responses through the environments, N at a time. The environments need a `reset` afterwards.
 
@@ -70,19 +73,25 @@ def replay(
         scores: (B,) where known; else the scorer is called once.
         logprobs: (B, T) under the policy of the outermost `KLPenalty` where known; else it is called once.
         ref_logprobs: (B, T) under the reference of the outermost `KLPenalty` where known; else it is called once.
+        action_masks: what was allowed where each token was chosen, index (B, T), where an engine has written it down;
+            else the constraints of the environments are asked.
 
     Returns:
         Rewards and everything that describes the episodes.
 
     Raises:
-        ValueError: see `whole_responses`; prompts that cannot be used, or arrays of a wrong shape.
+        ValueError: see `whole_responses`; prompts that cannot be used, arrays of a wrong shape, or forbidden tokens.
         ScorerError: see `call_scorer`.
     """
     base = text_envs(envs)
     started = [base.task.encode(prompt, f"prompts[{row}]") for row, prompt in enumerate(prompts)]
     state = whole_responses(base.task.mdp, [prompt.ids for prompt in started], responses)
+    action_masks = _checked_masks(envs, state, base.task.mdp, action_masks)
     scores = _scores(base.task, started, state, scores)
-    plans = _plan_tolls(envs, state, base.task.mdp, logprobs, ref_logprobs)
+    plans: list[Any] = [
+        *_plan_tolls(envs, state, base.task.mdp, logprobs, ref_logprobs, action_masks),
+        *_plan_layers(envs, started, state),
+    ]
     parts = [
         _replay_rows(envs, started, state, slice(start, start + base.num_envs), scores, plans)
         for start in range(0, len(started), base.num_envs)
@@ -104,10 +113,10 @@ def _scores(
     task: TextTask, prompts: Sequence[EncodedPrompt], state: TokenState, given: NDArray[Any] | None
 ) -> NDArray[np.float64]:
     """Scores (B,), from one call of the scorer where they are not given."""
-    texts, responses = [prompt.text for prompt in prompts], task.response_texts(state, range(len(prompts)))
+    responses = task.response_texts(state, range(len(prompts)))
     if given is not None:
-        return check_scores(given, texts, responses, task.scorer_errors)
-    return call_scorer(task.scorer, texts, responses, task.scorer_errors)
+        return check_scores(given, [prompt.text for prompt in prompts], responses, task.scorer_errors)
+    return task.score(prompts, responses)
 
 
 @dataclass(frozen=True)
@@ -117,10 +126,14 @@ class _Plan:
     leash: Any
     logprobs: NDArray[np.float64] | None
     ref_logprobs: NDArray[np.float64] | None
+    exact: NDArray[np.float64] | None
 
     def enter(self, rows: slice, num_envs: int) -> None:
-        arrays = (None if array is None else array[rows] for array in (self.logprobs, self.ref_logprobs))
+        arrays = (None if array is None else array[rows] for array in (self.logprobs, self.ref_logprobs, self.exact))
         self.leash.plan(*(None if a is None else np.pad(a, ((0, num_envs - len(a)), (0, 0))) for a in arrays))
+
+    def leave(self) -> None:
+        self.leash.plan(None, None)
 
 
 def _plan_tolls(
@@ -129,25 +142,59 @@ def _plan_tolls(
     mdp: TokenMDP,
     logprobs: NDArray[Any] | None,
     ref_logprobs: NDArray[Any] | None,
+    action_masks: PackedMasks | None,
 ) -> list[_Plan]:
     """Log-probabilities for every layer that charges a toll; a model that several of them share is called once."""
     leashes = [layer.leash for layer in layers(envs) if "leash" in vars(layer)]
-    known: dict[tuple[str, int], NDArray[np.float64] | None] = {}
+    known: dict[tuple[Any, ...], Any] = {}
 
     def of(name: str, model: Any, given: NDArray[Any] | None) -> NDArray[np.float64] | None:
         key = (name, id(model))
         if key not in known:
-            whole = given if given is not None or model is None else whole_logprobs(model, state, mdp)
+            # A policy that is a bare function gives the log-probabilities of the policy that acts: masked already.
+            masks = None if name == "logprobs" and not can_be_constrained(model) else action_masks
+            whole = given if given is not None or model is None else whole_logprobs(model, state, mdp, masks)
             known[key] = None if whole is None else check_logprobs(whole, name, state, mdp)
+        return known[key]
+
+    def exact_of(leash: Any) -> NDArray[np.float64]:
+        key = ("exact", id(leash.policy_logprobs), id(leash.ref_logprobs))
+        if key not in known:
+            known[key] = whole_kl(leash.policy_logprobs, leash.ref_logprobs, state, mdp, action_masks)
         return known[key]
 
     plans = []
     for place, leash in enumerate(leashes):
         policy = of("logprobs", leash.policy_logprobs, logprobs if place == 0 else None)
-        wanted = policy is not None  # without a policy the toll is 0, whatever the reference says
+        # Without a policy the toll is 0, whatever the reference says; but not where it is the reference's alone.
+        wanted = policy is not None or leash.estimator == "cross_entropy"
         reference = of("ref_logprobs", leash.ref_logprobs, ref_logprobs if place == 0 else None) if wanted else None
-        plans.append(_Plan(leash, policy, reference))
+        both = policy is not None and reference is not None
+        plans.append(_Plan(leash, policy, reference, exact_of(leash) if both and leash.estimator == "exact" else None))
     return plans
+
+
+def _checked_masks(
+    envs: VectorEnv[Any, Any, Any], state: TokenState, mdp: TokenMDP, given: PackedMasks | None
+) -> PackedMasks | None:
+    """What the constraints of the stack allowed, index (B, T), and whether the responses kept to it."""
+    constraint = constraint_of(envs)
+    if constraint is None:
+        return None
+    budget, first = mdp.max_response_tokens, mdp.max_prompt_tokens
+    masks = constraint.response_masks(state.input_ids, state.attention_mask, budget) if given is None else given
+    check_allowed(constraint, masks, state.input_ids[:, first:], state.attention_mask[:, first:] == 1)
+    return masks
+
+
+def _plan_layers(envs: VectorEnv[Any, Any, Any], prompts: Sequence[EncodedPrompt], state: TokenState) -> list[Any]:
+    """The plans of layers that want to see all B responses at once, so that they call a model once for the batch.
+
+    Such a layer has ``plan_responses(prompts, state)``; what it returns has ``enter(rows, num_envs)``, called when the
+    responses of those rows come next, and ``leave()``.
+    """
+    planners = [layer for layer in layers(envs) if hasattr(type(layer), "plan_responses")]
+    return [layer.plan_responses(prompts, state) for layer in planners]
 
 
 def _replay_rows(
@@ -156,7 +203,7 @@ def _replay_rows(
     state: TokenState,
     rows: slice,
     scores: NDArray[np.float64],
-    plans: Sequence[_Plan],
+    plans: Sequence[Any],
 ) -> dict[str, NDArray[Any]]:
     """Enter replay with at most N responses, step them, and leave it whatever happens."""
     base = text_envs(envs)
@@ -172,7 +219,7 @@ def _replay_rows(
     finally:
         base.plan(None)
         for plan in plans:
-            plan.leash.plan(None, None)
+            plan.leave()
 
 
 def _step_rows(

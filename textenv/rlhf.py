@@ -11,11 +11,23 @@ from gymnasium.vector import AutoresetMode
 
 from textenv import stacks
 from textenv.optional import require
-from textenv.prompts import Prompt
+from textenv.prompts import Curriculum, Prompt, PromptSet, is_source, load_prompts
 from textenv.task import TextTask
 
 SENTENCE_ENDS = (".", "!", "?")
 """Where a film-review sentence ends."""
+
+SELECTION = ("weights", "curriculum", "order", "split", "eval_fraction", "overlong")
+"""Options that `TextTask.build` takes as they are."""
+
+COLUMNS = {
+    "prompt_column": "prompt",
+    "context_columns": "context",
+    "weight_column": "weight",
+    "dataset_split": "split",
+    "dataset_config": "config",
+}
+"""Options that `load_prompts` takes under other names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,9 +37,23 @@ class RLHFOptions:
     Attributes:
         model: whose tokenizer and vocabulary make the actions, and who is the reference: ``"smollm2-135m"`` (embedded),
             a folder, or a hub id.
-        prompts: texts or token ids; None for openings of film reviews.
-        scorer: ``scorer(prompts, responses) -> scores``; None for the embedded reward model, which learned from human
-            ratings how positive a film-review sentence is.
+        prompts: texts, token ids, chat messages or records; or what `load_prompts` reads: a file's path, a saved
+            dataset's folder, the id of a dataset on the hub, a `datasets.Dataset`, a list of dicts. None for openings
+            of film reviews.
+        prompt_column: the column that holds the prompts, of a file or dataset with columns.
+        context_columns: columns that go along to the scorer, see `load_prompts`.
+        weight_column: a column of weights, see `load_prompts`.
+        dataset_split: which split of a dataset that has several.
+        dataset_config: which configuration of a dataset on the hub that has several.
+        weights: one per prompt; see `PromptSet.encode`.
+        curriculum: weights over time; see `textenv.prompts.schedule.Schedule`.
+        order: ``"random"``, or ``"sequential"`` for evaluation; see `textenv.prompts.schedule.Schedule`.
+        split: ``"train"`` or ``"eval"``: one side of the prompts, by their texts; None: all. See `PromptSet.split`.
+        eval_fraction: share of the evaluation side.
+        overlong: ``"error"``, ``"drop"``, ``"cut-left"`` or ``"cut-right"``: what is done about prompts that are too
+            long; see `TextTask.build`.
+        scorer: ``scorer(prompts, responses, **context) -> scores``; None for the embedded reward model, which learned
+            from human ratings how positive a film-review sentence is.
         max_prompt_tokens: P; None for the longest prompt.
         max_response_tokens: T.
         stop: texts of single tokens that end a response, beside the model's own end-of-sequence ids. None: the ends
@@ -40,7 +66,18 @@ class RLHFOptions:
     """
 
     model: str | os.PathLike[str] = "smollm2-135m"
-    prompts: Sequence[Prompt] | None = None
+    prompts: Any = None
+    prompt_column: str = "prompt"
+    context_columns: Sequence[str] = ()
+    weight_column: str | None = None
+    dataset_split: str | None = None
+    dataset_config: str | None = None
+    weights: Sequence[float] | None = None
+    curriculum: Curriculum | None = None
+    order: str = "random"
+    split: str | None = None
+    eval_fraction: float = 0.1
+    overlong: str = "error"
     scorer: Callable[..., Any] | None = None
     max_prompt_tokens: int | None = None
     max_response_tokens: int = 24
@@ -87,14 +124,13 @@ def build_task(options: RLHFOptions) -> TextTask:
     require("transformers", "train", "RLHF-v0")
     from textenv.lm import LazyLanguageModel, load_tokenizer
     from textenv.rewards import RewardModel
-    from textenv.rewards.ratings import load_openings
 
     tokenizer = load_tokenizer(options.model)
     stop = options.stop if options.stop is not None else SENTENCE_ENDS if options.prompts is None else ()
     if isinstance(stop, str):
         raise ValueError(f"`stop` should be a list of texts, got the single text {stop!r}. Write stop=[{stop!r}].")
-    task = TextTask.build(
-        prompts=load_openings() if options.prompts is None else options.prompts,
+    return TextTask.build(
+        prompts=read_prompts(options),
         scorer=options.scorer or RewardModel.default(device=options.device, dtype=options.dtype),
         tokenizer=tokenizer,
         vocab_size=tokenizer.vocab_size,
@@ -111,11 +147,28 @@ def build_task(options: RLHFOptions) -> TextTask:
         ),
         length_limit=options.length_limit,
         scorer_errors=options.scorer_errors,
+        **{name: getattr(options, name) for name in SELECTION},
     )
-    if tokenizer.context_length is not None and task.mdp.length > tokenizer.context_length:
-        raise ValueError(
-            f"max_prompt_tokens + max_response_tokens should fit the context of {options.model} "
-            f"({tokenizer.context_length} tokens), got {task.mdp.max_prompt_tokens} + {task.mdp.max_response_tokens}. "
-            "Positions beyond it were never trained."
-        )
-    return task
+
+
+def read_prompts(options: RLHFOptions) -> Sequence[Prompt] | PromptSet:
+    """Prompts as they were given, or read from where they are; None: openings of film reviews.
+
+    Raises:
+        ValueError: see `load_prompts`; or columns are named for prompts that have none.
+    """
+    told = {name: getattr(options, name) for name in COLUMNS}
+    if is_source(options.prompts):
+        return load_prompts(options.prompts, **{COLUMNS[name]: value for name, value in told.items()})
+    for name, value in told.items():
+        if value not in (getattr(RLHFOptions, name), []):
+            raise ValueError(
+                f"`{name}` should be given with a file, a dataset or a list of dicts, got {value!r} beside prompts "
+                "without columns, where it would be ignored. Leave it out, or pass prompts=[{...}, ...]."
+            )
+    if options.prompts is None:
+        from textenv.rewards.ratings import load_openings
+
+        return load_openings()
+    prompts: Sequence[Prompt] | PromptSet = options.prompts
+    return prompts

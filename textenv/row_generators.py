@@ -1,4 +1,4 @@
-"""One random generator per row, each what a single environment of the same seed would have."""
+"""One random generator per row, each what a single environment of the same seed would have, and its place."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ class RowGenerators:
     Attributes:
         rows: N generators.
         seeds: N seeds that they started from.
+        drawn: N counts of the prompts that each row has drawn since it was seeded.
     """
 
     def __init__(self, num_rows: int) -> None:
         fresh = [seeding.np_random() for _ in range(num_rows)]
         self.rows = [generator for generator, _ in fresh]
         self.seeds = [seed for _, seed in fresh]
+        self.drawn = [0] * num_rows
 
     def seed(self, seed: int | Sequence[int | None] | None, rows: NDArray[np.int64]) -> None:
         """Start the generators of some rows anew: row i from ``seed + i``, or from the i-th seed; None leaves them.
@@ -41,10 +43,11 @@ class RowGenerators:
             wanted = seeds[row]
             if wanted is not None:
                 self.rows[row], self.seeds[row] = seeding.np_random(int(wanted))
+                self.drawn[row] = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The generators' states, as JSON can hold them."""
-        return {"generators": [generator.bit_generator.state for generator in self.rows]}
+        """The generators' states and the rows' places, as JSON can hold them."""
+        return {"generators": [generator.bit_generator.state for generator in self.rows], "drawn": list(self.drawn)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict`.
@@ -59,3 +62,4 @@ class RowGenerators:
             )
         for generator, saved in zip(self.rows, states, strict=True):
             generator.bit_generator.state = saved
+        self.drawn = [int(count) for count in state.get("drawn", self.drawn)]  # older states have none

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -10,7 +11,12 @@ from numpy.typing import NDArray
 
 
 class Scorer(Protocol):
-    """Judges finished responses, a batch at a time."""
+    """Judges finished responses, a batch at a time.
+
+    The prompts' context comes as keyword arguments, a list of B values per column:
+    ``scorer(prompts, responses, reference_answer=[...])``. Only columns that the prompts have are passed, and all of
+    them: take ``**context`` to ignore those you do not need.
+    """
 
     def __call__(self, prompts: list[str], responses: list[str], **context: Any) -> Any:
         """One number per response: a float array, list or tensor of shape (B,)."""
@@ -25,7 +31,11 @@ SCORER_ERRORS = ("raise", "drop")
 
 
 def call_scorer(
-    scorer: Callable[..., Any], prompts: Sequence[str], responses: Sequence[str], on_error: str = "raise"
+    scorer: Callable[..., Any],
+    prompts: Sequence[str],
+    responses: Sequence[str],
+    on_error: str = "raise",
+    context: Mapping[str, Sequence[Any]] | None = None,
 ) -> NDArray[np.float64]:
     """Score a batch in one call.
 
@@ -35,6 +45,7 @@ def call_scorer(
         responses: B texts.
         on_error: ``"raise"``, or ``"drop"``: samples without a finite score come back as NaN, for the caller to leave
             out and count.
+        context: B values per column, see `Scorer`.
 
     Returns:
         scores (B,), float64.
@@ -43,10 +54,11 @@ def call_scorer(
         ScorerError: the scorer raised, returned None, NaN or inf for a sample (unless dropped), or a wrong number of
             scores (always: it cannot be said which sample each score belongs to).
     """
+    columns = {column: list(values) for column, values in (context or {}).items()}
     try:
-        returned = scorer(list(prompts), list(responses))
+        returned = scorer(list(prompts), list(responses), **columns)
     except Exception as error:
-        return _one_by_one(scorer, prompts, responses, on_error, error)
+        return _one_by_one(scorer, prompts, responses, on_error, columns, error)
     return check_scores(returned, prompts, responses, on_error)
 
 
@@ -72,8 +84,50 @@ def check_scores(
     return scores
 
 
+def check_takes_columns(scorer: Callable[..., Any], columns: Iterable[str]) -> None:
+    """Refuse a scorer that could not be called with the prompts' context, or that needs more than there is.
+
+    Raises:
+        TypeError: it takes no argument of a column's name, or requires one that is no column.
+    """
+    try:
+        parameters = list(inspect.signature(scorer).parameters.values())
+    except (TypeError, ValueError):  # some callables written in C do not say
+        return
+    columns = list(columns)
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    own = {p.name for p in positional[:2] if p.kind is p.POSITIONAL_OR_KEYWORD}
+    others = [*positional[2:], *(p for p in parameters if p.kind is p.KEYWORD_ONLY)]
+    takes = {p.name for p in others if p.kind is not p.POSITIONAL_ONLY}
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    refused = [column for column in columns if column in own or not (takes_any or column in takes)]
+    if refused:
+        raise TypeError(
+            f"`scorer` should take the prompts' context as keyword arguments, scorer(prompts, responses, "
+            f"{', '.join(columns)}), got {_signature(scorer)}, which does not take {refused[0]!r}. It would fail at "
+            "the end of the first episode. Add the argument, or **context, or leave the column out."
+        )
+    lacking = [p.name for p in others if p.default is p.empty and p.name not in columns]
+    if lacking:
+        raise TypeError(
+            f"`scorer` should need nothing but prompts, responses and the prompts' context "
+            f"({', '.join(map(repr, columns)) or 'there is none'}), got {_signature(scorer)}, which requires "
+            f"{lacking[0]!r}. It would fail at the end of the first episode. Name that column when the prompts are "
+            f"loaded (context=[{lacking[0]!r}]; of RLHF-v0: context_columns), or give the argument a default."
+        )
+
+
+def _signature(scorer: Callable[..., Any]) -> str:
+    return f"{getattr(scorer, '__name__', type(scorer).__name__)}{inspect.signature(scorer)}"
+
+
 def _one_by_one(
-    scorer: Callable[..., Any], prompts: Sequence[str], responses: Sequence[str], on_error: str, error: Exception
+    scorer: Callable[..., Any],
+    prompts: Sequence[str],
+    responses: Sequence[str],
+    on_error: str,
+    columns: Mapping[str, list[Any]],
+    error: Exception,
 ) -> NDArray[np.float64]:
     """After a batch raised: find the sample that did it, or keep what can be scored without it."""
     if len(prompts) == 1:
@@ -83,7 +137,10 @@ def _one_by_one(
             f"The scorer raised {type(error).__name__}: {error}, for {_sample(prompts, responses, 0)}. Mend the "
             'scorer, or pass scorer_errors="drop" to leave such samples out of training and count them.'
         ) from error
-    singles = [call_scorer(scorer, [p], [r], on_error) for p, r in zip(prompts, responses, strict=True)]
+    singles = [
+        call_scorer(scorer, [prompt], [response], on_error, {name: [values[i]] for name, values in columns.items()})
+        for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True))
+    ]
     if on_error == "drop":
         return np.concatenate(singles)
     raise ScorerError(

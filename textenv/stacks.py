@@ -17,29 +17,50 @@ class Shaping:
 
     Attributes:
         kl_coef: coefficient of `KLPenalty`.
+        kl_estimator: its `estimator`.
         target_kl: nats per response that its controller steers to.
+        min_length: of `MinLength`: how many tokens come before the first stop id.
         missing_eos_penalty: what `MissingEOSPenalty` subtracts from the score of a response cut by the budget.
-        normalize_score: apply `NormalizeScore`, below the penalty.
+        normalize_score: apply `NormalizeScore`, below the penalties.
+        clip_score: bound of `ClipScore` on both sides, above `NormalizeScore` and below the penalties.
+        length_penalty: what `LengthPenalty` subtracts from the score for each token.
     """
 
     kl_coef: float | None = None
+    kl_estimator: str = "k1"
     target_kl: float | None = None
+    min_length: int | None = None
     missing_eos_penalty: float | None = None
     normalize_score: bool = False
+    clip_score: float | None = None
+    length_penalty: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a controller that has nothing to steer."""
+        """Refuse a controller that has nothing to steer, and bounds that no score would survive."""
         if self.target_kl is not None and self.kl_coef is None:
             raise ValueError(f"`target_kl`={self.target_kl} needs a `kl_coef` to start from, got None.")
+        if self.kl_estimator != "k1" and self.kl_coef is None:
+            raise ValueError(f"`kl_estimator`={self.kl_estimator!r} needs a `kl_coef` to charge, got None.")
+        if self.clip_score is not None and not self.clip_score > 0:
+            raise ValueError(
+                f"`clip_score` should be above 0, got {self.clip_score!r}. Scores are clipped to -clip_score and "
+                "clip_score: every one would become the same. None leaves them as they are."
+            )
 
     def wrap(self, env: Any, wrappers: Any) -> Any:
         """Stack the wrappers of a namespace (`textenv.wrappers` or `textenv.wrappers.vector`) on an environment."""
+        if self.min_length is not None:
+            env = wrappers.MinLength(env, self.min_length)
         if self.normalize_score:
             env = wrappers.NormalizeScore(env)
+        if self.clip_score is not None:
+            env = wrappers.ClipScore(env, -self.clip_score, self.clip_score)
         if self.missing_eos_penalty is not None:
             env = wrappers.MissingEOSPenalty(env, self.missing_eos_penalty)
+        if self.length_penalty is not None:
+            env = wrappers.LengthPenalty(env, self.length_penalty)
         if self.kl_coef is not None:
-            env = wrappers.KLPenalty(env, kl_coef=self.kl_coef, target_kl=self.target_kl)
+            env = wrappers.KLPenalty(env, kl_coef=self.kl_coef, target_kl=self.target_kl, estimator=self.kl_estimator)
         return env
 
 

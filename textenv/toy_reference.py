@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from textenv.toy_checks import FloatArray, as_tokens
+from textenv.distributions import chosen, renormalised
+from textenv.packed_masks import PackedMasks
+from textenv.toy_checks import FloatArray, IntArray, as_tokens
 
 if TYPE_CHECKING:
     from textenv.toy import ToyLanguage
@@ -37,7 +39,6 @@ class ToyReference:
         Raises:
             ValueError: Wrong shapes, ids outside the vocabulary, or a number of tokens that no toy state has.
         """
-        horizon = self.language.horizon
         mask = np.asarray(observations["attention_mask"])  # (N, L)
         tokens = as_tokens(actions, self.language.vocab_size, "`actions`")
         if mask.ndim != 2 or tokens.shape != mask.shape[:1]:
@@ -45,18 +46,41 @@ class ToyReference:
                 f"`attention_mask` should be (N, L) and `actions` (N,), got {mask.shape} and {tokens.shape}. Tokens "
                 "would be read at the wrong positions. Add the leading axis: a single environment is N = 1."
             )
-        positions = (mask != 0).sum(axis=1) - 1  # (N,)
+        positions = self._positions(mask)
+        full = positions == self.language.horizon
+        return np.where(full, 0.0, self.language.reference_logprobs[np.where(full, 0, positions), tokens])
+
+    def next_logprobs(self, observations: Mapping[str, npt.ArrayLike]) -> FloatArray:
+        """Log-distribution (N, V) after each prefix; a full state has none and gets that of the last position."""
+        positions = self._positions(np.asarray(observations["attention_mask"]))
+        return self.language.reference_logprobs[np.minimum(positions, self.language.horizon - 1)]
+
+    def response_distributions(
+        self, input_ids: npt.ArrayLike, attention_mask: npt.ArrayLike, response_tokens: int
+    ) -> FloatArray:
+        """Log-distributions (B, response_tokens, V) that response tokens were drawn from; see `response_logprobs`."""
+        self._response(input_ids, attention_mask, response_tokens)
+        whole = self.language.reference_logprobs[:response_tokens]
+        return np.broadcast_to(whole, (len(np.asarray(input_ids)), *whole.shape))
+
+    def _positions(self, mask: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+        """Response tokens so far (N,)."""
+        horizon = self.language.horizon
+        positions: npt.NDArray[np.int64] = (mask != 0).sum(axis=1) - 1  # (N,)
         if ((positions < 0) | (positions > horizon)).any():
             raise ValueError(
                 f"`attention_mask` should show 1 prompt token and 0 to {horizon} response tokens per row, got "
                 f"{(positions + 1).tolist()} tokens. The reference would be read at positions it does not have. Use "
                 "the one-token prompt and a budget of `horizon` response tokens."
             )
-        full = positions == horizon
-        return np.where(full, 0.0, self.language.reference_logprobs[np.where(full, 0, positions), tokens])
+        return positions
 
     def response_logprobs(
-        self, input_ids: npt.ArrayLike, attention_mask: npt.ArrayLike, response_tokens: int
+        self,
+        input_ids: npt.ArrayLike,
+        attention_mask: npt.ArrayLike,
+        response_tokens: int,
+        action_masks: PackedMasks | None = None,
     ) -> FloatArray:
         """Log-probability of every response token at once.
 
@@ -64,6 +88,7 @@ class ToyReference:
             input_ids: (B, L) prompts and responses; what stands where the mask is 0 does not matter.
             attention_mask: (B, L), 1 on tokens.
             response_tokens: The number of response columns, the last ones of L; at most the horizon.
+            action_masks: What was allowed, index (B, response_tokens); the reference is renormalised over it.
 
         Returns:
             (B, response_tokens) log-probabilities, 0 where `attention_mask` is 0.
@@ -71,6 +96,17 @@ class ToyReference:
         Raises:
             ValueError: Wrong shapes, too many response columns, or ids outside the vocabulary.
         """
+        tokens, mask = self._response(input_ids, attention_mask, response_tokens)
+        log_pi = self.language.reference_logprobs[:response_tokens]
+        if action_masks is None:
+            return np.where(mask, log_pi[np.arange(response_tokens), tokens], 0.0)
+        masked = renormalised(np.broadcast_to(log_pi, (len(tokens), *log_pi.shape)), action_masks)
+        return np.where(mask, chosen(masked, tokens), 0.0)
+
+    def _response(
+        self, input_ids: npt.ArrayLike, attention_mask: npt.ArrayLike, response_tokens: int
+    ) -> tuple[IntArray, npt.NDArray[np.bool_]]:
+        """Response tokens and their mask, both (B, response_tokens), checked."""
         horizon = self.language.horizon
         ids, mask = np.asarray(input_ids), np.asarray(attention_mask) != 0
         if ids.ndim != 2 or ids.shape != mask.shape or not 1 <= response_tokens <= min(horizon, ids.shape[1]):
@@ -81,5 +117,4 @@ class ToyReference:
             )
         mask = mask[:, -response_tokens:]
         tokens = np.where(mask, ids[:, -response_tokens:], 0)
-        tokens = as_tokens(tokens, self.language.vocab_size, "`input_ids`")
-        return np.where(mask, self.language.reference_logprobs[np.arange(response_tokens), tokens], 0.0)
+        return as_tokens(tokens, self.language.vocab_size, "`input_ids`"), mask

@@ -11,8 +11,9 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 
-from textenv.checks import check_actions, check_options, prompts_asked_for, rows_to_reset
+from textenv.checks import check_actions, check_options, check_prompts_saved, prompts_asked_for, rows_to_reset
 from textenv.mdp import TokenState, initial_state, is_terminated, is_truncated, replace_rows, transition
+from textenv.prompts import EncodedPrompt
 from textenv.row_generators import RowGenerators
 from textenv.task import TextTask, observation
 
@@ -33,8 +34,8 @@ class TextGenerationVectorEnv(VectorEnv[Any, Any, Any]):
             ``reset(options={"reset_mask": mask})`` before stepping it again.
         render_mode: ``"ansi"``: `render` gives the N texts so far.
 
-    Reset options: ``prompts``, one text or list of ids per row; ``prompt``, one for all rows; ``reset_mask``, a (N,)
-    bool array of the rows to reset.
+    Reset options: ``prompts``, one text, list of ids, chat or record per row; ``prompt``, one for all rows;
+    ``reset_mask``, a (N,) bool array of the rows to reset.
     """
 
     metadata: dict[str, Any] = {"render_modes": ["ansi"], "render_fps": 10}  # noqa: RUF012 - Gymnasium's class attribute
@@ -69,7 +70,7 @@ class TextGenerationVectorEnv(VectorEnv[Any, Any, Any]):
         self.action_space = batch_space(self.single_action_space, self.num_envs)
         self._generators = RowGenerators(self.num_envs)
         self._state: TokenState | None = None
-        self._texts: list[str] = []
+        self._prompts: list[EncodedPrompt] = []
         self._ended = np.zeros(self.num_envs, dtype=np.bool_)
         self._planned_scores: NDArray[np.float64] | None = None
 
@@ -92,7 +93,7 @@ class TextGenerationVectorEnv(VectorEnv[Any, Any, Any]):
         new = self._start_rows(rows, prompts)
         self._state = new if len(rows) == self.num_envs else replace_rows(self._state_now(), rows, new)
         self._ended[rows] = False
-        return observation(self._state), self._infos({"prompt": [self._texts[row] for row in rows]}, rows)
+        return observation(self._state), self._infos({"prompt": [self._prompts[row].text for row in rows]}, rows)
 
     def step(
         self, actions: NDArray[Any]
@@ -130,7 +131,7 @@ class TextGenerationVectorEnv(VectorEnv[Any, Any, Any]):
         if ended.any():
             rows = np.flatnonzero(ended)
             planned = None if self._planned_scores is None else self._planned_scores[rows]
-            ends = self.task.episode_ends(state, self._texts, rows, stopped, planned)
+            ends = self.task.episode_ends(state, self._prompts, rows, stopped, planned)
             rewards[rows] = np.nan_to_num(ends["score"])
             infos = self._infos(ends, rows)
         # In replay a row that has ended stays where it is. Always an array of its own: resets clear rows of it.
@@ -146,7 +147,21 @@ class TextGenerationVectorEnv(VectorEnv[Any, Any, Any]):
             gym.logger.warn('`render` shows nothing: make the environment with render_mode="ansi".')
             return None
         texts = self.task.response_texts(self._state_now(), range(self.num_envs))
-        return tuple(prompt + text for prompt, text in zip(self._texts, texts, strict=True))
+        return tuple(prompt.text + text for prompt, text in zip(self._prompts, texts, strict=True))
+
+    def prompts_now(self) -> list[EncodedPrompt]:
+        """The N prompts that the running episodes started from."""
+        self._state_now()
+        return list(self._prompts)
+
+    def score_so_far(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Scores (len(rows),) of the unfinished responses of some rows, from one call of the scorer.
+
+        Raises:
+            ScorerError: see `call_scorer`.
+        """
+        texts = self.task.response_texts(self._state_now(), rows)
+        return self.task.score([self._prompts[row] for row in rows], texts)
 
     def plan(self, scores: NDArray[np.float64] | None, idle_rows: NDArray[np.bool_] | None = None) -> None:
         """Enter or leave replay: responses are known ahead, so scores are given and ended rows stay as they are.
@@ -188,16 +203,18 @@ class TextGenerationVectorEnv(VectorEnv[Any, Any, Any]):
         rows = np.flatnonzero(due)
         self._state = replace_rows(self._state, rows, self._start_rows(rows, [None] * self.num_envs))
         self._ended[rows] = False
-        return self._infos({"prompt": [self._texts[row] for row in rows]}, rows, infos)
+        return self._infos({"prompt": [self._prompts[row].text for row in rows]}, rows, infos)
 
     def _start_rows(self, rows: NDArray[np.int64], prompts: Sequence[Any]) -> TokenState:
         """Draw or take a prompt for each row; returns the state of those rows alone."""
-        started = [self.task.start(prompts[row], self._generators.rows[row]) for row in rows]
-        if len(self._texts) != self.num_envs:
-            self._texts = [""] * self.num_envs
-        for row, (text, _) in zip(rows, started, strict=True):
-            self._texts[row] = text
-        return initial_state(self.task.mdp, [ids for _, ids in started])
+        generators, drawn = self._generators.rows, self._generators.drawn
+        started = [self.task.start(prompts[r], generators[r], drawn[r], int(r), self.num_envs) for r in rows]
+        if not self._prompts:
+            self._prompts = [EncodedPrompt("", ())] * self.num_envs
+        for row, prompt in zip(rows, started, strict=True):
+            self._prompts[row] = prompt
+            drawn[row] += prompts[row] is None
+        return initial_state(self.task.mdp, [prompt.ids for prompt in started])
 
     def _infos(
         self, columns: dict[str, list[Any]], rows: NDArray[np.int64], infos: dict[str, Any] | None = None
@@ -226,13 +243,14 @@ class TextGenerationVectorEnv(VectorEnv[Any, Any, Any]):
         return tuple(self._generators.seeds)
 
     def state_dict(self) -> dict[str, Any]:
-        """The rows' generators, as JSON can hold them: which prompts come next."""
-        return self._generators.state_dict()
+        """The rows' generators and places in the prompts, as JSON can hold them: which prompts come next."""
+        return {**self._generators.state_dict(), "prompts": self.task.prompts.fingerprint}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict`.
 
         Raises:
-            ValueError: it was taken from another number of environments.
+            ValueError: it was taken from another number of environments, or with other prompts.
         """
+        check_prompts_saved(state, self.task.prompts.fingerprint)
         self._generators.load_state_dict(state)

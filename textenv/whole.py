@@ -8,7 +8,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from textenv.distributions import (
+    check_gives_distributions,
+    chosen,
+    kl_divergence,
+    renormalised,
+    takes_action_masks,
+    whole_distributions,
+)
 from textenv.mdp import TokenMDP, TokenState, initial_state
+from textenv.packed_masks import PackedMasks
 
 
 def whole_responses(
@@ -56,8 +65,20 @@ def _check_response(mdp: TokenMDP, ids: NDArray[Any], row: int) -> None:
         )
 
 
-def whole_logprobs(model: Any, state: TokenState, mdp: TokenMDP) -> Any:
-    """Log-probabilities (B, T) from one call of the model, or (per-token callables) one per column that is in use."""
+def whole_logprobs(model: Any, state: TokenState, mdp: TokenMDP, action_masks: PackedMasks | None = None) -> Any:
+    """Log-probabilities (B, T) from one call of the model, or (per-token callables) one per column that is in use.
+
+    Args:
+        model: a log-probability model, see `textenv.task.LogprobModel`.
+        state: finished responses.
+        mdp: of their task.
+        action_masks: what was allowed where each token was chosen, index (B, T); the model is renormalised over it.
+
+    Raises:
+        TypeError: there are masks, and the model tells the log-probabilities of chosen tokens only.
+    """
+    if action_masks is not None:
+        return _masked_logprobs(model, state, mdp, action_masks)
     if hasattr(model, "response_logprobs"):
         return model.response_logprobs(state.input_ids, state.attention_mask, mdp.max_response_tokens)
     rows, columns = np.arange(len(state.input_ids)), np.arange(mdp.length)
@@ -78,6 +99,66 @@ def whole_logprobs(model: Any, state: TokenState, mdp: TokenMDP) -> Any:
             )
         whole[:, token] = values
     return whole
+
+
+def _masked_logprobs(model: Any, state: TokenState, mdp: TokenMDP, action_masks: PackedMasks) -> NDArray[np.float64]:
+    """Of the model renormalised over the allowed tokens: by itself where it can, else from its distributions."""
+    budget = mdp.max_response_tokens
+    whole = getattr(model, "response_logprobs", None)
+    if whole is not None and takes_action_masks(whole):
+        masked: NDArray[np.float64] = whole(state.input_ids, state.attention_mask, budget, action_masks=action_masks)
+        return masked
+    check_constrainable(model)
+    logprobs = np.zeros((len(state.input_ids), budget))
+    real = state.attention_mask[:, mdp.max_prompt_tokens :] == 1
+    tokens = state.input_ids[:, mdp.max_prompt_tokens :]
+    for rows, log_pi in whole_distributions(model, state.input_ids, state.attention_mask, budget, mdp.vocab_size):
+        used = real[rows]
+        logprobs[rows][used] = chosen(renormalised(log_pi[used], action_masks[rows][used]), tokens[rows][used])
+    return logprobs
+
+
+def can_be_constrained(model: Any) -> bool:
+    """Whether a model's distribution over whole responses can be renormalised over the allowed tokens."""
+    return hasattr(model, "next_logprobs") or takes_action_masks(getattr(model, "response_logprobs", None))
+
+
+def check_constrainable(model: Any) -> None:
+    """Refuse a model that cannot be renormalised.
+
+    Raises:
+        TypeError: see `check_gives_distributions`.
+    """
+    check_gives_distributions(
+        model,
+        "A model in an environment with MinLength or ActionMask",
+        "Not renormalised over the allowed tokens it would be another distribution, and the KL wrong, negative even.",
+    )
+
+
+def whole_kl(
+    policy: Any, reference: Any, state: TokenState, mdp: TokenMDP, action_masks: PackedMasks | None = None
+) -> NDArray[np.float64]:
+    """KL(policy || reference) (B, T) of each state's whole distribution, nats, 0 beyond the responses.
+
+    Distributions (b, T, V) are compared a bounded block of rows at a time, see `whole_distributions`.
+
+    Raises:
+        TypeError: a model tells the log-probabilities of chosen tokens only.
+    """
+    for model in (policy, reference):
+        check_gives_distributions(model, "A model behind the exact KL", "The exact KL sums over all tokens.")
+    kl = np.zeros((len(state.input_ids), mdp.max_response_tokens))
+    real = state.attention_mask[:, mdp.max_prompt_tokens :] == 1
+    arguments = state.input_ids, state.attention_mask, mdp.max_response_tokens, mdp.vocab_size
+    pairs = zip(whole_distributions(policy, *arguments), whole_distributions(reference, *arguments), strict=True)
+    for (rows, log_pi), (_, log_ref) in pairs:
+        used = real[rows]
+        distributions = log_pi[used], log_ref[used]  # (M, V)
+        if action_masks is not None:
+            distributions = tuple(renormalised(x, action_masks[rows][used]) for x in distributions)  # type: ignore[assignment]
+        kl[rows][used] = kl_divergence(*distributions)
+    return kl
 
 
 def check_logprobs(values: Any, name: str, state: TokenState, mdp: TokenMDP) -> NDArray[np.float64]:

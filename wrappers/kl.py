@@ -1,12 +1,11 @@
-"""The KL toll: what leaving the reference costs, per token. Pure functions, the adaptive controller, and their state.
+"""The KL toll: what leaving the reference costs, per token; and the adaptive controller. Pure functions.
 
-Legend: N rows, T response tokens. Log-probabilities are those of the sampling distribution, in nats.
+Log-probabilities are those of the sampling distribution, in nats.
 """
 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -85,120 +84,6 @@ def task_reference(env: Any) -> Any:
     return getattr(getattr(env.unwrapped, "task", None), "reference", None)
 
 
-class KLLeash:
-    """The KL toll of N rows: where log-probabilities come from, the KL so far of each episode, the coefficient.
-
-    Args:
-        num_rows: N.
-        ref_logprobs: log-probabilities under the reference.
-        policy_logprobs: under the policy that acts; None: taken to be the reference, toll 0, and one warning says so.
-        kl_coef: the coefficient, or its start.
-        target_kl: nats per response that the controller steers to; None keeps the coefficient.
-        episodes_per_update: the controller moves after this many finished episodes, on their mean KL.
-    """
-
-    def __init__(
-        self,
-        num_rows: int,
-        ref_logprobs: Logprobs | None,
-        default_reference: Logprobs | None,
-        policy_logprobs: Logprobs | None,
-        kl_coef: float,
-        target_kl: float | None,
-        episodes_per_update: int | None,
-    ) -> None:
-        check_kl_settings(kl_coef, target_kl, episodes_per_update)
-        self.kl_coef = float(kl_coef)
-        self.target_kl = target_kl
-        self.episodes_per_update = episodes_per_update or num_rows
-        self._own_reference = ref_logprobs is not None
-        self.ref_logprobs = ref_logprobs if ref_logprobs is not None else default_reference
-        self.policy_logprobs = policy_logprobs
-        self.kl = np.zeros(num_rows)
-        self._tokens = np.zeros(num_rows, dtype=np.int64)
-        self._finished: list[float] = []
-        self._planned: tuple[NDArray[Any], NDArray[Any]] | None = None
-        self._warned = False
-
-    def restart(self, rows: Any = slice(None)) -> None:
-        """Begin new episodes on some rows."""
-        self.kl[rows] = 0.0
-        self._tokens[rows] = 0
-
-    def tolls(
-        self, observations: Mapping[str, NDArray[Any]], actions: NDArray[Any], live: NDArray[np.bool_]
-    ) -> NDArray[np.float64]:
-        """The tolls (N,) of one step, 0 on rows that are not live, and count their KL."""
-        logprobs, ref_logprobs = self._both(observations, actions)
-        # Rows that are not live have an action that nobody chose: whatever the models say of it, infinities included.
-        logprobs, ref_logprobs = np.where(live, logprobs, 0.0), np.where(live, ref_logprobs, 0.0)
-        self.kl += logprobs - ref_logprobs
-        self._tokens += live
-        tolls: NDArray[np.float64] = kl_toll(logprobs, ref_logprobs, self.kl_coef)
-        return tolls
-
-    def finish(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
-        """KL of the episodes that end on `rows`, nats; the controller counts them, and the rows restart."""
-        kl = self.kl[rows].copy()
-        if self.target_kl is not None:
-            self._finished.extend(kl.tolist())
-            while len(self._finished) >= self.episodes_per_update:
-                batch = self._finished[: self.episodes_per_update]
-                del self._finished[: self.episodes_per_update]
-                self.kl_coef = adapt_kl_coef(self.kl_coef, sum(batch) / len(batch), self.target_kl)
-        self.restart(rows)
-        return kl
-
-    def plan(self, logprobs: NDArray[Any] | None, ref_logprobs: NDArray[Any] | None) -> None:
-        """Enter replay with the (N, T) log-probabilities of the coming responses, or leave it with None."""
-        self._planned = None if logprobs is None or ref_logprobs is None else (logprobs, ref_logprobs)
-
-    def attach(self, policy_logprobs: Logprobs, reference: Logprobs | None) -> None:
-        """Take the acting policy's log-probabilities, and its own reference where none was chosen for this leash."""
-        self.policy_logprobs = policy_logprobs
-        if reference is not None and not self._own_reference:
-            self.ref_logprobs = reference
-
-    def _both(
-        self, observations: Mapping[str, NDArray[Any]], actions: NDArray[Any]
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        if self._planned is not None:
-            rows, columns = np.arange(len(self.kl)), np.minimum(self._tokens, self._planned[0].shape[1] - 1)
-            return self._planned[0][rows, columns], self._planned[1][rows, columns]
-        if self.policy_logprobs is None:
-            self._warn_once()
-            return np.zeros_like(self.kl), np.zeros_like(self.kl)
-        if self.ref_logprobs is None:
-            raise ValueError(
-                "KLPenalty has a policy but no reference to measure it against. Pass ref_logprobs, or wrap an "
-                "environment whose task has a reference."
-            )
-        policy = self._checked(self.policy_logprobs(observations, actions), "policy_logprobs")
-        return policy, self._checked(self.ref_logprobs(observations, actions), "ref_logprobs")
-
-    def _checked(self, values: Any, name: str) -> NDArray[np.float64]:
-        array = np.asarray(values, dtype=np.float64)
-        if array.shape != self.kl.shape:
-            raise ValueError(
-                f"`{name}` should return one number per row, shape {self.kl.shape}, got shape {array.shape}. Return "
-                "the log-probability of each action after its prefix."
-            )
-        return array
-
-    def _warn_once(self) -> None:
-        if not self._warned:
-            warnings.warn(
-                "KLPenalty has no policy attached: actions are taken to come from the reference, so the toll is 0. "
-                "Agents of textenv attach theirs; others call env.get_wrapper_attr('attach_policy')(policy_logprobs).",
-                UserWarning,
-                stacklevel=5,
-            )
-            self._warned = True
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs to go on: the coefficient and the episodes that wait for the next update."""
-        return {"kl_coef": self.kl_coef, "finished": list(self._finished)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`."""
-        self.kl_coef, self._finished = float(state["kl_coef"]), list(state["finished"])
+def own_copy(observations: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """Observations in arrays of their own: whoever acts may overwrite the ones it was given."""
+    return {key: np.array(value) for key, value in observations.items()}

@@ -1,4 +1,4 @@
-"""`MissingEOSPenalty` and `NormalizeScore` for one environment."""
+"""`MissingEOSPenalty`, `NormalizeScore` and `ClipScore` for one environment."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.utils import RecordConstructorArgs
 
-from textenv.wrappers.scores import MissingEOS, Normalize, ScoreShaper, shape_scores
+from textenv.wrappers.scores import Clip, Ends, MissingEOS, Normalize, ScoreShaper, shape_scores
+from textenv.wrappers.tasks import need_texts
 
 
 class ScoreWrapper(gym.Wrapper[Any, Any, Any, Any], RecordConstructorArgs):
@@ -17,10 +18,11 @@ class ScoreWrapper(gym.Wrapper[Any, Any, Any, Any], RecordConstructorArgs):
 
     Args:
         env: a text environment.
-        shaper: scores and finish reasons to scores.
+        shaper: scores, and the responses that they judge, to scores.
     """
 
     def __init__(self, env: gym.Env[Any, Any], shaper: ScoreShaper) -> None:
+        need_texts(env, type(self).__name__)
         gym.Wrapper.__init__(self, env)
         self.shaper = shaper
 
@@ -29,7 +31,8 @@ class ScoreWrapper(gym.Wrapper[Any, Any, Any, Any], RecordConstructorArgs):
         observation, reward, terminated, truncated, info = self.env.step(action)
         if "score" in info:
             old = float(info.get("shaped_score", info["score"]))
-            new = float(shape_scores(self.shaper, np.array([old]), [info["finish_reason"]])[0])
+            ends = Ends([info["finish_reason"]], np.array([info["response_length"]]), [info["response"]])
+            new = float(shape_scores(self.shaper, np.array([old]), ends)[0])
             info = {**info, "shaped_score": new}
             reward = float(reward) + (new - old if np.isfinite(new) else 0.0)
         return observation, float(reward), terminated, truncated, info
@@ -84,3 +87,30 @@ class NormalizeScore(ScoreWrapper):
     def __init__(self, env: gym.Env[Any, Any], mean: float | None = None, std: float | None = None) -> None:
         RecordConstructorArgs.__init__(self, mean=mean, std=std)
         super().__init__(env, Normalize(mean, std))
+
+
+class ClipScore(ScoreWrapper):
+    """Scores no lower than `low` and no higher than `high`: a bound on what an outlier of the scorer can do.
+
+    The order in the stack says what is clipped: above `NormalizeScore` deviations, below it the scorer's own numbers
+    (and then the running figures are those of clipped scores). Tolls beside the score stay as they are.
+
+    Example:
+        >>> import numpy as np
+        >>> from textenv.wrappers.scores import Clip, Ends
+        >>> ends = Ends(["stop"] * 3, np.array([1, 2, 3]), ["a", "b", "c"])
+        >>> Clip(-5.0, 5.0)(np.array([-40.0, 0.3, 7.0]), ends).tolist()
+        [-5.0, 0.3, 5.0]
+
+    Args:
+        env: a text environment.
+        low: the least score; -inf leaves this side open.
+        high: the greatest; inf leaves this side open.
+
+    Raises:
+        ValueError: `low` not below `high`, or NaN.
+    """
+
+    def __init__(self, env: gym.Env[Any, Any], low: float, high: float) -> None:
+        RecordConstructorArgs.__init__(self, low=low, high=high)
+        super().__init__(env, Clip(low, high))

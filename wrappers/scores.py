@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,11 +12,29 @@ from numpy.typing import NDArray
 MISSING_EOS_MODES = ("subtract", "replace")
 
 
+class Ends(NamedTuple):
+    """The k responses that finish together, as far as a shaper may look at them."""
+
+    finish_reasons: Sequence[str]
+    """k of ``"stop"`` and ``"length"``."""
+    lengths: NDArray[np.int64]
+    """(k,) tokens, the stop id included."""
+    responses: Sequence[str]
+    """k texts."""
+
+    def where(self, keep: NDArray[np.bool_]) -> Ends:
+        """Those where `keep` (k,) is True."""
+        rows = np.flatnonzero(keep)
+        return Ends(
+            [self.finish_reasons[row] for row in rows], self.lengths[rows], [self.responses[row] for row in rows]
+        )
+
+
 class ScoreShaper(Protocol):
     """Maps the scores of responses that finish together to new ones."""
 
-    def __call__(self, scores: NDArray[np.float64], finish_reasons: Sequence[str], /) -> NDArray[np.float64]:
-        """Scores (k,), finite, and how each response finished, to scores (k,)."""
+    def __call__(self, scores: NDArray[np.float64], ends: Ends, /) -> NDArray[np.float64]:
+        """Scores (k,), finite, and the responses that they judge, to scores (k,)."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -47,7 +65,18 @@ def missing_eos_scores(
     return np.where(cut, penalised, scores)
 
 
-class MissingEOS:
+class Fixed:
+    """The part of a `ScoreShaper` that remembers nothing."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing changes over time."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Nothing changes over time."""
+
+
+class MissingEOS(Fixed):
     """`missing_eos_scores` with its settings.
 
     Raises:
@@ -64,16 +93,30 @@ class MissingEOS:
             raise ValueError(f"`mode` should be one of {MISSING_EOS_MODES}, got {mode!r}.")
         self.penalty, self.mode = float(penalty), mode
 
-    def __call__(self, scores: NDArray[np.float64], finish_reasons: Sequence[str]) -> NDArray[np.float64]:
+    def __call__(self, scores: NDArray[np.float64], ends: Ends) -> NDArray[np.float64]:
         """See `missing_eos_scores`."""
-        return missing_eos_scores(scores, finish_reasons, self.penalty, self.mode)
+        return missing_eos_scores(scores, ends.finish_reasons, self.penalty, self.mode)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing changes over time."""
-        return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing changes over time."""
+class Clip(Fixed):
+    """min(max(score, low), high).
+
+    Raises:
+        ValueError: a bound that is no number, or `low` not below `high`.
+    """
+
+    def __init__(self, low: float, high: float) -> None:
+        numbers = all(isinstance(bound, int | float | np.number) for bound in (low, high))
+        if not (numbers and low < high):
+            raise ValueError(
+                f"`low` and `high` should be numbers with low < high, got {low!r} and {high!r}. Every score would "
+                "become the same, or NaN. Leave a side open with -math.inf or math.inf."
+            )
+        self.low, self.high = float(low), float(high)
+
+    def __call__(self, scores: NDArray[np.float64], _ends: Ends) -> NDArray[np.float64]:
+        """Scores (k,) between the bounds."""
+        return np.clip(scores, self.low, self.high)
 
 
 class Normalize:
@@ -102,7 +145,7 @@ class Normalize:
         self.fixed = None if mean is None or std is None else (float(mean), float(std))
         self.count, self.mean, self.squares = 0, 0.0, 0.0
 
-    def __call__(self, scores: NDArray[np.float64], _finish_reasons: Sequence[str]) -> NDArray[np.float64]:
+    def __call__(self, scores: NDArray[np.float64], _ends: Ends) -> NDArray[np.float64]:
         """Scores (k,) normalised."""
         if self.fixed is not None:
             mean, std = self.fixed
@@ -128,12 +171,10 @@ class Normalize:
         self.count, self.mean, self.squares = int(state["count"]), float(state["mean"]), float(state["squares"])
 
 
-def shape_scores(
-    shaper: ScoreShaper, scores: NDArray[np.float64], finish_reasons: Sequence[str]
-) -> NDArray[np.float64]:
+def shape_scores(shaper: ScoreShaper, scores: NDArray[np.float64], ends: Ends) -> NDArray[np.float64]:
     """Apply a shaper to the finite scores; dropped samples (NaN) stay NaN and leave its statistics alone."""
     finite = np.isfinite(scores)
     shaped = scores.copy()
     if finite.any():
-        shaped[finite] = shaper(scores[finite], [r for r, ok in zip(finish_reasons, finite, strict=True) if ok])
+        shaped[finite] = shaper(scores[finite], ends.where(finite))
     return shaped

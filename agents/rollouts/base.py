@@ -12,6 +12,9 @@ from torch import Tensor
 
 from textenv.agents.policy import Policy, arithmetic, device_of, temperature_of
 from textenv.agents.types import Generation, Sampling
+from textenv.lm.logprobs import forbid
+from textenv.packed_masks import concatenated
+from textenv.step_masks import StepMasks
 
 
 class Engine(Protocol):
@@ -73,12 +76,16 @@ class Recorder:
 
     Args:
         rows: B.
-        sampling: stop ids, budget and seed.
+        sampling: stop ids, budget, seed and constraint.
         device: of the tokens.
+        prompts: the B prompts, for the constraint.
     """
 
-    def __init__(self, rows: int, sampling: Sampling, device: torch.device) -> None:
+    def __init__(
+        self, rows: int, sampling: Sampling, device: torch.device, prompts: Sequence[Sequence[int]] = ()
+    ) -> None:
         self.sampling = sampling
+        self._masks = None if sampling.constraint is None else StepMasks(sampling.constraint, prompts)
         self.live = torch.arange(rows, device=device)
         self._stops = torch.tensor(sampling.stop_ids, dtype=torch.long, device=device)
         self._tokens: list[list[int]] = [[] for _ in range(rows)]
@@ -90,10 +97,15 @@ class Recorder:
         Returns:
             tokens (b,) of the rows that go on, and their indices among the rows that `logits` (live, V) had.
         """
+        live = self.live.cpu().numpy()
+        if self._masks is not None:
+            logits = forbid(logits, self._masks.next_masks()[live])
         uniforms = torch.rand(len(self._tokens), generator=self._generator, dtype=torch.float64).to(logits.device)
         tokens = sample_tokens(logits, uniforms[self.live], self.sampling.temperature)
-        for row, token in zip(self.live.tolist(), tokens.tolist(), strict=True):
+        for row, token in zip(live.tolist(), tokens.tolist(), strict=True):
             self._tokens[row].append(token)
+        if self._masks is not None:
+            self._masks.append(live, tokens.cpu().numpy())
         going_on = torch.nonzero(~torch.isin(tokens, self._stops)).squeeze(-1)
         self.live = self.live[going_on]
         return tokens[going_on], going_on
@@ -101,7 +113,14 @@ class Recorder:
     def generation(self) -> Generation:
         """What has been written."""
         responses: list[NDArray[np.int64]] = [np.array(tokens, dtype=np.int64) for tokens in self._tokens]
-        return Generation(responses)
+        return Generation(responses, None if self._masks is None else self._masks.response_masks())
+
+
+def joined(parts: Sequence[Generation]) -> Generation:
+    """Generations of blocks of prompts as one."""
+    masks = [part.action_masks for part in parts if part.action_masks is not None]
+    responses = [response for part in parts for response in part.responses]
+    return Generation(responses, concatenated(masks) if masks else None)
 
 
 class StepwiseEngine:
@@ -115,7 +134,7 @@ class StepwiseEngine:
         """See `Engine.generate`."""
         check_temperature(self.policy, sampling)
         ids, mask = left_pad(prompts, device_of(self.policy))
-        recorder = Recorder(len(prompts), sampling, ids.device)
+        recorder = Recorder(len(prompts), sampling, ids.device, prompts)
         for _ in range(sampling.max_tokens):
             with arithmetic(self.policy):
                 logits = self.policy.next_logits(ids, mask)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,12 +14,17 @@ from gymnasium.vector import VectorEnv
 from numpy.typing import NDArray
 from torch import Tensor
 
-from textenv.agents.policy import Policy, arithmetic, device_of, temperature_of
+from textenv.agents.policy import Policy, arithmetic, device_of, masks_argument, temperature_of
 from textenv.agents.rollouts.base import Engine
-from textenv.agents.types import PolicyOutput, Sampling
+from textenv.agents.types import Generation, PolicyOutput, Sampling
+from textenv.constraints import Constraint, check_allowed, constraint_of
+from textenv.evaluation import draw_prompts
+from textenv.layers import reference_of
 from textenv.mdp import TokenState
-from textenv.replay import Replay, layers, replay, text_envs, whole_responses
-from textenv.scoring import call_scorer
+from textenv.packed_masks import PackedMasks
+from textenv.prompts import EncodedPrompt
+from textenv.replay import Replay, replay, text_envs, whole_responses
+from textenv.scoring import check_scores
 from textenv.task import TextTask
 from textenv.whole import whole_logprobs
 
@@ -35,6 +40,7 @@ class Episodes:
         prompts: B texts.
         responses: B texts.
         seconds: wall time by phase.
+        action_masks: what was allowed, index (B, T); None: everything.
     """
 
     replayed: Replay
@@ -43,6 +49,7 @@ class Episodes:
     prompts: tuple[str, ...]
     responses: tuple[str, ...]
     seconds: dict[str, float]
+    action_masks: PackedMasks | None = None
 
 
 def collect(
@@ -67,8 +74,10 @@ def collect(
         micro_batch_size: rows per pass of the policy.
     """
     seconds: dict[str, float] = {}
+    constraint = constraint_of(envs)
     task = text_envs(envs).task
-    prompts, prompt_texts = draw_prompts(envs, episodes, env_seed)
+    prompts = draw_prompts(envs, episodes, env_seed)
+    prompt_ids = [list(prompt.ids) for prompt in prompts]
     with _timed(seconds, "generate"):
         engine.sync(policy)
         sampling = Sampling(
@@ -76,15 +85,18 @@ def collect(
             stop_ids=task.mdp.stop_ids,
             temperature=temperature_of(policy),
             seed=seed,
+            constraint=constraint,
         )
-        responses = engine.generate(prompts, sampling).responses
-    state = whole_responses(task.mdp, prompts, responses)
+        generation = engine.generate(prompt_ids, sampling)
+    responses = generation.responses
+    state = whole_responses(task.mdp, prompt_ids, responses)
+    action_masks = masks_of(constraint, generation, state)
     texts = task.response_texts(state, range(episodes))
     reference = reference_of(policy, envs)
     with _timed(seconds, "score"):
-        scores, ref_logprobs = _scores_and_reference(task, reference, prompt_texts, texts, state)
+        scores, ref_logprobs = _scores_and_reference(task, reference, prompts, texts, state, action_masks)
     with _timed(seconds, "logprobs"):
-        output = evaluate_frozen(policy, state, task.mdp.max_response_tokens, micro_batch_size)
+        output = evaluate_frozen(policy, state, task.mdp.max_response_tokens, micro_batch_size, action_masks)
     with _timed(seconds, "rewards"):
         replayed = replay(
             envs,
@@ -93,38 +105,37 @@ def collect(
             scores=scores,
             logprobs=output.logprobs.double().cpu().numpy(),
             ref_logprobs=ref_logprobs,
+            action_masks=action_masks,
         )
     device = device_of(policy)
     ref = None if ref_logprobs is None else torch.as_tensor(ref_logprobs, dtype=torch.float32, device=device)
-    return Episodes(replayed, output, ref, tuple(prompt_texts), tuple(texts), seconds)
+    asked = tuple(prompt.text for prompt in prompts)
+    return Episodes(replayed, output, ref, asked, tuple(texts), seconds, action_masks)
 
 
-def draw_prompts(
-    envs: VectorEnv[Any, Any, Any], count: int, seed: int | None = None
-) -> tuple[list[list[int]], list[str]]:
-    """Token ids and texts of `count` prompts, from as many resets of the environments as it takes."""
-    width = text_envs(envs).task.mdp.max_prompt_tokens
-    ids: list[list[int]] = []
-    texts: list[str] = []
-    while len(ids) < count:
-        observations, infos = envs.reset(seed=seed)
-        seed = None
-        for row, mask in zip(observations["input_ids"], observations["attention_mask"], strict=True):
-            ids.append([int(i) for i in np.asarray(row)[:width][np.asarray(mask)[:width] == 1]])
-        texts.extend(infos["prompt"])
-    return ids[:count], texts[:count]
+def masks_of(constraint: Constraint | None, generation: Generation, state: TokenState) -> PackedMasks | None:
+    """What a constraint allowed where each token was chosen: as the engine wrote it down, or asked again.
 
-
-def reference_of(policy: Any, envs: VectorEnv[Any, Any, Any]) -> Any:
-    """What the toll measures against; without a toll the policy's own reference, for the record; else None."""
-    for layer in layers(envs):
-        if "leash" in vars(layer) and layer.leash.ref_logprobs is not None:
-            return layer.leash.ref_logprobs
-    return getattr(policy, "reference", None)
+    Raises:
+        ValueError: the engine wrote a forbidden token.
+    """
+    if constraint is None:
+        return None
+    first, masks = constraint.mdp.max_prompt_tokens, generation.action_masks
+    if masks is None:
+        budget = constraint.mdp.max_response_tokens
+        masks = constraint.response_masks(state.input_ids, state.attention_mask, budget)
+    check_allowed(constraint, masks, state.input_ids[:, first:], state.attention_mask[:, first:] == 1)
+    return masks
 
 
 def _scores_and_reference(
-    task: TextTask, reference: Any, prompts: list[str], responses: list[str], state: TokenState
+    task: TextTask,
+    reference: Any,
+    prompts: Sequence[EncodedPrompt],
+    responses: list[str],
+    state: TokenState,
+    action_masks: PackedMasks | None,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64] | None]:
     """Scores (B,) and reference log-probabilities (B, T): one pass for both where they share a trunk."""
     width = task.mdp.max_response_tokens
@@ -134,10 +145,11 @@ def _scores_and_reference(
         if shares_trunk(task.scorer, reference):
             reference = reference.load() if hasattr(reference, "load") else reference
             ids, mask = state.input_ids, state.attention_mask
-            scores, ref = score_and_logprobs(task.scorer, reference, prompts, responses, ids, mask, width)
-            return call_scorer(lambda _prompts, _responses: scores, prompts, responses, task.scorer_errors), ref
-    scores = call_scorer(task.scorer, prompts, responses, task.scorer_errors)
-    return scores, None if reference is None else whole_logprobs(reference, state, task.mdp)
+            asked = [prompt.text for prompt in prompts]
+            scores, ref = score_and_logprobs(task.scorer, reference, asked, responses, ids, mask, width, action_masks)
+            return check_scores(scores, asked, responses, task.scorer_errors), ref
+    scores = task.score(prompts, responses)
+    return scores, None if reference is None else whole_logprobs(reference, state, task.mdp, action_masks)
 
 
 def by_length(attention_mask: Tensor, index: Tensor) -> Tensor:
@@ -146,14 +158,23 @@ def by_length(attention_mask: Tensor, index: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def evaluate_frozen(policy: Policy, state: TokenState, response_tokens: int, rows: int | None) -> PolicyOutput:
+def evaluate_frozen(
+    policy: Policy,
+    state: TokenState,
+    response_tokens: int,
+    rows: int | None,
+    action_masks: PackedMasks | None = None,
+) -> PolicyOutput:
     """The policy's view of the batch without gradients, `rows` at a time."""
     device = device_of(policy)
     ids = torch.as_tensor(state.input_ids, device=device)
     mask = torch.as_tensor(state.attention_mask, device=device)
     order = by_length(mask, torch.arange(len(ids), device=device))
     with arithmetic(policy):
-        parts = [policy.evaluate(ids[block], mask[block], response_tokens) for block in order.split(rows or len(ids))]
+        parts = []
+        for block in order.split(rows or len(ids)):
+            masks = None if action_masks is None else action_masks[block.cpu().numpy()]
+            parts.append(policy.evaluate(ids[block], mask[block], response_tokens, **masks_argument(masks)))
     back = order.argsort()
     return PolicyOutput(
         torch.cat([part.logprobs for part in parts])[back].float(),

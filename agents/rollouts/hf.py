@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from textenv.agents.rollouts.base import Recorder, check_temperature, left_pad
+from textenv.agents.rollouts.base import Recorder, check_temperature, joined, left_pad
 from textenv.agents.types import Generation, Sampling
 
 if TYPE_CHECKING:
@@ -36,19 +36,19 @@ class HFEngine:
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Generation:
         """See `Engine.generate`. Prompts are decoded in blocks of `MAX_ROWS`, each with a seed of its own."""
         check_temperature(self.policy, sampling)
-        responses = []
+        parts = []
         for block, start in enumerate(range(0, len(prompts), MAX_ROWS)):
             seeded = dataclasses.replace(sampling, seed=(sampling.seed + block) % 2**63)
             with self.policy.arithmetic():
-                responses += self._decode(prompts[start : start + MAX_ROWS], seeded).responses
-        return Generation(responses)
+                parts.append(self._decode(prompts[start : start + MAX_ROWS], seeded))
+        return joined(parts)
 
     def _decode(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Generation:
         from transformers import DynamicCache
 
         model, head = self.policy.lm.model.base_model, self.policy.lm.head
         ids, mask = left_pad(prompts, self.policy.lm.device)
-        recorder = Recorder(len(prompts), sampling, ids.device)
+        recorder = Recorder(len(prompts), sampling, ids.device, prompts)
         cache = DynamicCache(config=self.policy.lm.model.config)
         position_ids = (mask.cumsum(-1) - 1).clamp_min(0)
         writing = torch.arange(len(prompts), device=ids.device)  # rows of the cache that still write

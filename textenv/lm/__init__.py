@@ -8,12 +8,14 @@ for _module in ("torch", "transformers"):
 from textenv.lm.loading import load_causal_lm, load_tokenizer, resolve  # noqa: E402
 from textenv.lm.logprobs import OutputHead, token_logprobs  # noqa: E402
 from textenv.lm.model import LanguageModel, LazyLanguageModel  # noqa: E402
+from textenv.lm.stepping import Stepper  # noqa: E402
 from textenv.lm.tokenizer import TextTokenizer  # noqa: E402
 
 __all__ = [
     "LanguageModel",
     "LazyLanguageModel",
     "OutputHead",
+    "Stepper",
     "TextTokenizer",
     "load_causal_lm",
     "load_tokenizer",

@@ -145,6 +145,8 @@ def load_causal_lm(name: str | os.PathLike[str], device: str = "cpu", dtype: str
         model: Any = AutoModelForCausalLM.from_pretrained(
             resolve(name), dtype=dtype, use_safetensors=True, trust_remote_code=False
         )
+    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None:
+        model.set_attn_implementation("eager")  # torch's fused attention leaves Gemma 2's soft-capping out, silently
     return model.to(device).eval().requires_grad_(False)
 
 

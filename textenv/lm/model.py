@@ -11,15 +11,20 @@ import dataclasses
 import os
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from textenv.lm.cache import Place, RowCache, attention_masks, plain_attention
 from textenv.lm.loading import check_placement, load_causal_lm, resolve
 from textenv.lm.logprobs import OutputHead, token_logprobs
 from textenv.lm.precision import precision
+from textenv.packed_masks import PackedMasks
+
+if TYPE_CHECKING:
+    from textenv.lm.stepping import Stepper
 
 TOKENS_PER_PASS = {"cpu": 1024, "cuda": 16384}
 """Tokens of a frozen pass: bounds activations. Small blocks, rows of like length, hold little padding; they lose
@@ -59,6 +64,7 @@ class LanguageModel:
         config = model.config.get_text_config()
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
         self.hidden_size: int = config.hidden_size
+        self.num_layers: int = config.num_hidden_layers
         self.named_size = named_size
         self.temperature = temperature
         self._softcap = getattr(config, "final_logit_softcapping", None)
@@ -107,23 +113,63 @@ class LanguageModel:
             )
         return torch.nn.functional.pad(output.last_hidden_state, (0, 0, first, attention_mask.shape[1] - end))
 
+    @torch.no_grad()
+    def extend(self, input_ids: Tensor, cache: RowCache, place: Place) -> Tensor:
+        """Hidden states (R, Q, H) of new tokens (R, Q), each row after its past in the cache, which takes them in."""
+        cache.place_at(place)
+        masks = attention_masks(self.model.config.get_text_config(), place)
+        with precision(self.device.type, self.dtype), plain_attention(self.device.type):
+            output = self.model.base_model(
+                input_ids=input_ids,
+                attention_mask=masks,
+                position_ids=place.slots,
+                past_key_values=cache,
+                use_cache=True,
+            )
+        hidden: Tensor = output.last_hidden_state
+        return hidden
+
+    def stepper(self) -> Stepper:
+        """This model for stepping: it reads each token once; see `textenv.lm.stepping.Stepper`."""
+        from textenv.lm.stepping import Stepper
+
+        return Stepper(self)
+
+    def load(self) -> LanguageModel:
+        """Itself; see `LazyLanguageModel.load`."""
+        return self
+
     def read_response(
-        self, hidden: Tensor, input_ids: Tensor, attention_mask: Tensor, response_tokens: int
+        self,
+        hidden: Tensor,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        response_tokens: int,
+        *,
+        entropy_grad: bool = False,
+        action_masks: PackedMasks | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies (B, T) of the response tokens, zero where the mask is 0.
 
-        Only real tokens go through the output head.
+        Only real tokens go through the output head. Entropies carry a gradient where `entropy_grad` asks for it. Where
+        there are `action_masks`, index (B, T), the distributions are those over the allowed tokens.
         """
         real = attention_mask[:, -response_tokens:].bool()  # (B, T)
         before = hidden[:, -response_tokens - 1 : -1][real]  # (M, H)
         chosen = input_ids[:, -response_tokens:].long()[real]
-        logprobs, entropies = token_logprobs(before, chosen, self.head)
+        masks = None if action_masks is None else action_masks[real.cpu().numpy()]
+        logprobs, entropies = token_logprobs(before, chosen, self.head, entropy_grad=entropy_grad, action_masks=masks)
         zeros = torch.zeros(real.shape, dtype=torch.float32, device=hidden.device)
         return zeros.masked_scatter(real, logprobs), zeros.masked_scatter(real, entropies)
 
     @torch.no_grad()
     def frozen_pass(
-        self, input_ids: Tensor, attention_mask: Tensor, response_tokens: int, read_columns: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        response_tokens: int,
+        read_columns: Tensor | None = None,
+        action_masks: PackedMasks | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """One pass without gradients, rows of like length together, `TOKENS_PER_PASS` tokens at a time.
 
@@ -132,6 +178,7 @@ class LanguageModel:
             attention_mask: (B, L).
             response_tokens: T.
             read_columns: (B,) columns whose hidden state a reward head wants to see.
+            action_masks: index (B, T), see `read_response`.
 
         Returns:
             logprobs (B, T), and the hidden states (B, H) at `read_columns` or None.
@@ -145,17 +192,57 @@ class LanguageModel:
                 ids, mask = input_ids[block], attention_mask[block]
                 hidden = self.hidden_states(ids, mask)
                 if response_tokens:
-                    logprobs[block] = self.read_response(hidden, ids, mask, response_tokens)[0]
+                    masks = None if action_masks is None else action_masks[block.cpu().numpy()]
+                    logprobs[block] = self.read_response(hidden, ids, mask, response_tokens, action_masks=masks)[0]
                 if read is not None and read_columns is not None:
                     read[block] = hidden[torch.arange(len(block)), read_columns[block]].float()
         return logprobs, read
 
-    def response_logprobs(self, input_ids: np.ndarray, attention_mask: np.ndarray, response_tokens: int) -> np.ndarray:
-        """Log-probabilities (B, T) of whole responses from one pass, float64, zero where the mask is 0."""
+    def response_logprobs(
+        self,
+        input_ids: np.ndarray,
+        attention_mask: np.ndarray,
+        response_tokens: int,
+        action_masks: PackedMasks | None = None,
+    ) -> np.ndarray:
+        """Log-probabilities (B, T) of whole responses from one pass, float64, zero where the mask is 0.
+
+        Over the allowed tokens where there are `action_masks`, index (B, T).
+        """
         ids = torch.as_tensor(np.asarray(input_ids), device=self.device)
         mask = torch.as_tensor(np.asarray(attention_mask), device=self.device)
-        logprobs, _ = self.frozen_pass(ids, mask, response_tokens)
+        logprobs, _ = self.frozen_pass(ids, mask, response_tokens, action_masks=action_masks)
         return logprobs.double().cpu().numpy()
+
+    @torch.no_grad()
+    def response_distributions(
+        self, input_ids: np.ndarray, attention_mask: np.ndarray, response_tokens: int
+    ) -> np.ndarray:
+        """Log-distributions (B, T, V), float32, that response tokens were drawn from, zero where the mask is 0.
+
+        That is B * T * V * 4 bytes: give few rows at a time, as `textenv.distributions.whole_distributions` does.
+        """
+        ids = torch.as_tensor(np.asarray(input_ids), device=self.device)
+        mask = torch.as_tensor(np.asarray(attention_mask), device=self.device)
+        real = mask[:, -response_tokens:].bool()  # (B, T)
+        whole = np.zeros((*real.shape, self.vocab_size), dtype=np.float32)
+        rows = max(1, TOKENS_PER_PASS.get(self.device.type, 16384) // ids.shape[1])
+        with precision(self.device.type, self.dtype):
+            for start in range(0, len(ids), rows):
+                block = slice(start, start + rows)
+                hidden = self.hidden_states(ids[block], mask[block])[:, -response_tokens - 1 : -1][real[block]]
+                log_pi = torch.log_softmax(self.head.logits(hidden), -1)
+                whole[block][real[block].cpu().numpy()] = log_pi.cpu().numpy()
+        return whole
+
+    @torch.no_grad()
+    def next_logprobs(self, observations: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Log-distribution (N, V), float32, after each prefix."""
+        mask = np.asarray(observations["attention_mask"])
+        hidden = self.states_at(np.asarray(observations["input_ids"]), mask, _last_columns(mask))
+        with precision(self.device.type, self.dtype):
+            log_pi: np.ndarray = torch.log_softmax(self.head.logits(hidden), -1).cpu().numpy()
+        return log_pi
 
     def __call__(self, observations: Mapping[str, np.ndarray], actions: np.ndarray) -> np.ndarray:
         """Log-probability (N,) of each action after its prefix, float64."""
@@ -239,13 +326,35 @@ class LazyLanguageModel:
             )
         return self._model
 
+    def stepper(self) -> Stepper:
+        """See `LanguageModel.stepper`; the model is loaded by the stepper's first call."""
+        from textenv.lm.stepping import Stepper
+
+        return Stepper(self)
+
     def __call__(self, observations: Mapping[str, np.ndarray], actions: np.ndarray) -> np.ndarray:
         """See `LanguageModel.__call__`."""
         return self.load()(observations, actions)
 
-    def response_logprobs(self, input_ids: np.ndarray, attention_mask: np.ndarray, response_tokens: int) -> np.ndarray:
+    def next_logprobs(self, observations: Mapping[str, np.ndarray]) -> np.ndarray:
+        """See `LanguageModel.next_logprobs`."""
+        return self.load().next_logprobs(observations)
+
+    def response_logprobs(
+        self,
+        input_ids: np.ndarray,
+        attention_mask: np.ndarray,
+        response_tokens: int,
+        action_masks: PackedMasks | None = None,
+    ) -> np.ndarray:
         """See `LanguageModel.response_logprobs`."""
-        return self.load().response_logprobs(input_ids, attention_mask, response_tokens)
+        return self.load().response_logprobs(input_ids, attention_mask, response_tokens, action_masks)
+
+    def response_distributions(
+        self, input_ids: np.ndarray, attention_mask: np.ndarray, response_tokens: int
+    ) -> np.ndarray:
+        """See `LanguageModel.response_distributions`."""
+        return self.load().response_distributions(input_ids, attention_mask, response_tokens)
 
     def states_at(self, input_ids: np.ndarray, attention_mask: np.ndarray, columns: np.ndarray) -> Tensor:
         """See `LanguageModel.states_at`."""

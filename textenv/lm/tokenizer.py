@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 
@@ -40,15 +41,57 @@ class TextTokenizer:
                 return int(candidate)
         return 0
 
+    @property
+    def bos_id(self) -> int | None:
+        """The id that begins a sequence, where the tokenizer knows one."""
+        return None if self.tokenizer.bos_token_id is None else int(self.tokenizer.bos_token_id)
+
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text that starts a sequence: one BOS where the tokenizer uses one, no EOS at the end."""
+        """Token ids of a text that starts a sequence: one BOS where the tokenizer uses one, no EOS that it appends.
+
+        An EOS that the text itself ends with stays.
+        """
         ids = list(self.tokenizer(text).input_ids)
         bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
         while bos is not None and ids[:2] == [bos, bos]:  # a template had already written it
             ids = ids[1:]
-        if eos is not None and ids[-1:] == [eos] and not text.endswith(self.tokenizer.eos_token):
+        written = _count_at_end(text, self.tokenizer.eos_token) if eos is not None else 0
+        while eos is not None and ids[len(ids) - written - 1 :] == [eos] * (written + 1):  # the tokenizer appended one
             ids = ids[:-1]
         return ids
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[int]]:
+        """Text and ids of chat messages: the chat template applied once, the assistant's turn opened, one BOS.
+
+        The BOS is the template's own, or the one that the tokenizer adds, never both. The text is what the template
+        wrote, less a BOS that `encode` adds by itself, so that ``encode(text)`` gives the ids again.
+
+        Args:
+            messages: dicts with ``role`` and ``content``.
+
+        Raises:
+            ValueError: the tokenizer has no chat template, or it refuses these messages.
+        """
+        if not self.tokenizer.chat_template:
+            raise ValueError(
+                "chat messages need a tokenizer with a chat template, got one without: how this model was told apart "
+                "who speaks is not known (a base model never was). Pass the prompt as text, or the tokenizer of an "
+                "instruction-tuned model."
+            )
+        try:
+            rendered = self.tokenizer.apply_chat_template(
+                copy.deepcopy(list(messages)), tokenize=False, add_generation_prompt=True
+            )
+        except ImportError:
+            raise
+        except Exception as error:  # templates raise whatever they like
+            raise ValueError(
+                f"the model's chat template should take these messages, but refused them: {error}. Many templates want "
+                "user and assistant in turns and the system message, if they know one, first."
+            ) from error
+        ids = self.encode(rendered)
+        bare = rendered.removeprefix(self.tokenizer.bos_token or "")
+        return (bare if self.encode(bare) == ids else rendered), ids
 
     def decode(self, ids: Sequence[int] | Iterable[int]) -> str:
         """The text of token ids, special tokens left out."""
@@ -88,3 +131,11 @@ class TextTokenizer:
                     "vocabulary spells; no response would ever end with it."
                 )
         return tuple(sorted({i for ids in found.values() for i in ids}))
+
+
+def _count_at_end(text: str, piece: str) -> int:
+    """How many times a text ends with a piece, one behind the other."""
+    count = 0
+    while piece and text.endswith(piece):
+        text, count = text.removesuffix(piece), count + 1
+    return count

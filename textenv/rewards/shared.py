@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from textenv.packed_masks import PackedMasks
 from textenv.rewards.reward_model import RewardModel, Trunk
 
 
@@ -25,7 +26,12 @@ class Reference(Trunk, Protocol):
         ...
 
     def frozen_pass(
-        self, input_ids: Tensor, attention_mask: Tensor, response_tokens: int, read_columns: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        response_tokens: int,
+        read_columns: Tensor | None = None,
+        action_masks: PackedMasks | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities (B, T), and the hidden states (B, H) at `read_columns`."""
         ...
@@ -56,6 +62,7 @@ def score_and_logprobs(
     input_ids: NDArray[Any],
     attention_mask: NDArray[Any],
     response_tokens: int,
+    action_masks: PackedMasks | None = None,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Score responses and read their reference log-probabilities, in one pass over the sampled ids.
 
@@ -71,6 +78,7 @@ def score_and_logprobs(
         input_ids: (B, L), prompts padded on the left to P, responses from column P on.
         attention_mask: (B, L), 1 on the tokens of prompts and responses, the stop token included.
         response_tokens: T.
+        action_masks: what was allowed, index (B, T); the reference is renormalised over it. None: everything.
 
     Returns:
         scores (B,) and reference log-probabilities (B, T), zero where the mask is 0; both float64.
@@ -85,6 +93,7 @@ def score_and_logprobs(
         torch.as_tensor(np.asarray(attention_mask), device=reference.device),
         response_tokens,
         torch.as_tensor(columns.clip(0), device=reference.device),
+        **({} if action_masks is None else {"action_masks": action_masks}),
     )
     assert states is not None
     scores = scorer.score_states(states)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,12 @@ def end_infos(infos: dict[str, Any]) -> dict[str, Any]:
     """Where the end-of-episode entries are: in ``final_info`` under SAME_STEP, else in the infos themselves."""
     ends: dict[str, Any] = infos.get("final_info", infos)
     return ends
+
+
+def end_rows(ends: dict[str, Any], rows: NDArray[np.int64], keys: Sequence[str]) -> list[dict[str, Any]]:
+    """The entries `keys` of some rows' ends, as single environments have them; what a row lacks is left out."""
+    present = [key for key in keys if key in ends]
+    return [{key: ends[key][row] for key in present if ends[f"_{key}"][row]} for row in rows]
 
 
 def with_end_infos(infos: dict[str, Any], columns: dict[str, NDArray[Any]], ended: NDArray[np.bool_]) -> dict[str, Any]:

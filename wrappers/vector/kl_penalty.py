@@ -9,7 +9,9 @@ import numpy as np
 from gymnasium.vector import VectorEnv, VectorWrapper
 from numpy.typing import NDArray
 
-from textenv.wrappers.kl import KLLeash, Logprobs, task_reference
+from textenv.constraints import constraint_of
+from textenv.wrappers.kl import Logprobs, own_copy, task_reference
+from textenv.wrappers.kl_leash import KLLeash
 from textenv.wrappers.vector.infos import reset_rows, resets_next_step, with_end_infos
 
 
@@ -23,9 +25,11 @@ class KLPenalty(VectorWrapper[Any, Any, Any, Any, Any]):
         kl_coef: at least 0.
         target_kl: nats per response to steer to; None for a fixed coefficient.
         episodes_per_update: the controller moves once per so many finished episodes; None: N.
+        estimator: ``"k1"``, ``"k2"``, ``"k3"``, ``"exact"`` or ``"cross_entropy"``, see `kl_estimators`.
 
     Raises:
-        ValueError: kl_coef negative or NaN, target_kl not positive.
+        ValueError: kl_coef negative or NaN, target_kl not positive, or an unknown estimator.
+        TypeError: a model that the estimator or the masks need more from than log-probabilities of chosen tokens.
     """
 
     def __init__(
@@ -37,36 +41,50 @@ class KLPenalty(VectorWrapper[Any, Any, Any, Any, Any]):
         kl_coef: float = 0.05,
         target_kl: float | None = None,
         episodes_per_update: int | None = None,
+        estimator: str = "k1",
     ) -> None:
         super().__init__(env)
         self.leash = KLLeash(
-            env.num_envs, ref_logprobs, task_reference(env), policy_logprobs, kl_coef, target_kl, episodes_per_update
+            env.num_envs,
+            ref_logprobs,
+            task_reference(env),
+            policy_logprobs,
+            kl_coef,
+            target_kl,
+            episodes_per_update,
+            estimator,
         )
+        constraint = constraint_of(env)
+        if constraint is not None:
+            self.leash.constrain(constraint)
         self._observations: dict[str, Any] = {}
         self._resetting = np.zeros(env.num_envs, dtype=np.bool_)
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Reset the environments and the KL of the rows concerned."""
         rows = reset_rows(options)
-        self._observations, infos = self.env.reset(seed=seed, options=options)
+        observations, infos = self.env.reset(seed=seed, options=options)
+        self._observations = own_copy(observations)
         self.leash.restart(rows)
         self._resetting[rows] = False
-        return self._observations, infos
+        return observations, infos
 
     def step(self, actions: NDArray[Any]) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         """Step the environments and charge the tolls; a row that only resets pays none."""
         before, live = self._observations, ~self._resetting
-        self._observations, rewards, terminations, truncations, infos = self.env.step(actions)
-        kl_coef = self.leash.kl_coef
+        observations, rewards, terminations, truncations, infos = self.env.step(actions)
+        self._observations = own_copy(observations)
         tolls = self.leash.tolls(before, np.asarray(actions), live)
         ended = np.logical_or(terminations, truncations)
         if ended.any():
-            kl = np.zeros(self.num_envs)
-            kl[ended] = self.leash.finish(np.flatnonzero(ended))
-            infos = with_end_infos(infos, {"kl": kl, "kl_coef": np.full(self.num_envs, kl_coef)}, ended)
+            columns = {}
+            for key, values in self.leash.finish(np.flatnonzero(ended)).items():
+                columns[key] = np.zeros(self.num_envs)
+                columns[key][ended] = values
+            infos = with_end_infos(infos, columns, ended)
         if resets_next_step(self.env):
             self._resetting = ended
-        return self._observations, rewards - tolls, terminations, truncations, infos
+        return observations, rewards - tolls, terminations, truncations, infos
 
     def attach_policy(self, policy_logprobs: Logprobs, reference: Logprobs | None = None) -> None:
         """Take log-probabilities from the acting policy, and from its own reference unless `ref_logprobs` was given."""

@@ -1,4 +1,4 @@
-"""`MissingEOSPenalty` and `NormalizeScore` for vector environments."""
+"""`MissingEOSPenalty`, `NormalizeScore` and `ClipScore` for vector environments."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import numpy as np
 from gymnasium.vector import VectorEnv, VectorWrapper
 from numpy.typing import NDArray
 
-from textenv.wrappers.scores import MissingEOS, Normalize, ScoreShaper, shape_scores
+from textenv.wrappers.scores import Clip, Ends, MissingEOS, Normalize, ScoreShaper, shape_scores
+from textenv.wrappers.tasks import need_texts
 from textenv.wrappers.vector.infos import end_infos, with_end_infos
 
 
@@ -18,10 +19,11 @@ class ScoreWrapper(VectorWrapper[Any, Any, Any, Any, Any]):
 
     Args:
         env: a vector text environment.
-        shaper: scores and finish reasons to scores; called once per step with all rows that end in it.
+        shaper: scores, and the responses that they judge, to scores; called once per step with all rows that end in it.
     """
 
     def __init__(self, env: VectorEnv[Any, Any, Any], shaper: ScoreShaper) -> None:
+        need_texts(env, type(self).__name__)
         super().__init__(env)
         self.shaper = shaper
 
@@ -33,7 +35,8 @@ class ScoreWrapper(VectorWrapper[Any, Any, Any, Any, Any]):
             ended = ends["_score"]
             old = np.asarray(ends.get("shaped_score", ends["score"]), dtype=np.float64)
             new = np.zeros(self.num_envs)
-            new[ended] = shape_scores(self.shaper, old[ended], list(ends["finish_reason"][ended]))
+            finished = Ends(*(ends[key][ended] for key in ("finish_reason", "response_length", "response")))
+            new[ended] = shape_scores(self.shaper, old[ended], finished)
             infos = with_end_infos(infos, {"shaped_score": new}, ended)
             rewards = rewards + np.where(ended & np.isfinite(new), new - np.nan_to_num(old), 0.0)
         return observations, rewards, terminations, truncations, infos
@@ -71,3 +74,16 @@ class NormalizeScore(ScoreWrapper):
 
     def __init__(self, env: VectorEnv[Any, Any, Any], mean: float | None = None, std: float | None = None) -> None:
         super().__init__(env, Normalize(mean, std))
+
+
+class ClipScore(ScoreWrapper):
+    """Scores no lower than `low` and no higher than `high`; see `textenv.wrappers.ClipScore`.
+
+    Args:
+        env: a vector text environment.
+        low: the least score.
+        high: the greatest.
+    """
+
+    def __init__(self, env: VectorEnv[Any, Any, Any], low: float, high: float) -> None:
+        super().__init__(env, Clip(low, high))

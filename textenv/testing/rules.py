@@ -1,0 +1,25 @@
+"""The names of the checks, in the order of the report, and what would go wrong in training without each."""
+
+CHECKS: dict[str, str] = {
+    "spaces": "a policy is built for another vocabulary or length than the episodes have",
+    "episodes": "no response can be written to its end",
+    "observations": "models get arrays of a form that they were not told of, and buffers cast or cut them",
+    "prompt columns": "models read pads as text, or condition on another prompt than the one that is scored",
+    "response columns": "(B, T) slices of log-probabilities, values and rewards belong to other tokens than they say",
+    "ends": "agents bootstrap a value where there is none, or go on writing after the end",
+    "rewards": "the return that is maximised is not the score",
+    "infos": "scorers, penalties and logs see another response than the one that was sampled",
+    "aliasing": "a buffer of observations changes after it was filled, and an agent's edits reach the environment",
+    "determinism": "no run can be repeated, and evaluations cannot be compared",
+    "reset needed": "steps outside episodes are trained on",
+    "bad actions": "a token that no model has an embedding for is written, or the episode is lost",
+    "render": "what a person reads is not what the scorer judged",
+    "deepcopy": "look-ahead and evaluation copies disturb the environment that they were copied from",
+    "pickle": "environments in other processes, and resumed runs, go on with other episodes",
+    "spec": "a logged run cannot be made again",
+    "row seeds": "rows repeat each other's episodes, or a seeded row is not the seeded single environment",
+    "vector NEXT_STEP": "what was learnt from N rows is not what one environment would have taught",
+    "vector SAME_STEP": "what was learnt from N rows is not what one environment would have taught",
+    "vector DISABLED": "what was learnt from N rows is not what one environment would have taught",
+    "replay": "agents that generate whole responses train on other rewards than agents that step",
+}
