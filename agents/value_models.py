@@ -171,9 +171,9 @@ def _classifier_parts(reward: SequenceClassificationReward, device: str) -> tupl
     Raises:
         ValueError: its score is not linear in the hidden state of a causal trunk.
     """
-    from textenv.rewards.sequence_classification import _load_classifier
+    from textenv.rewards.sequence_classification import load_classifier
 
-    model = _load_classifier(reward.name, device, "float32")
+    model = load_classifier(reward.name, device, "float32")
     if not isinstance(getattr(model, "score", None), nn.Linear):
         raise ValueError(
             f"`reward_model` should be one linear head on a causal trunk, got {type(model).__name__}. An encoder reads "

@@ -25,6 +25,24 @@ def test_help_explains(script, tmp_path):
     assert "seed" in text
 
 
+@pytest.mark.parametrize(
+    ("script", "option"), [("examples/sanity.py", "--seeds"), ("benchmarks/env_speed.py", "--num-envs")]
+)
+def test_help_of_the_others_explains(script, option, tmp_path):
+    assert option in run(script, "--help", cwd=tmp_path)
+
+
+def test_env_speed_prints_its_tables(tmp_path):
+    text = run("benchmarks/env_speed.py", "--no-model", "--repetitions", "1", "--num-envs", "16", cwd=tmp_path)
+    assert "SyncVectorEnv" in text and "4096" in text
+
+
+@pytest.mark.slow
+def test_env_speed_measures_the_model(tmp_path):
+    text = run("benchmarks/env_speed.py", "--repetitions", "1", "--num-envs", "16", "--model-envs", "2", cwd=tmp_path)
+    assert "t = 48" in text and "MiB" in text
+
+
 @pytest.mark.slow
 def test_toy_optimum_draws_the_frontier(tmp_path):
     run("examples/toy_optimum.py", "--kl-coefs", "0.0", "0.2", "1.0", cwd=tmp_path)

@@ -26,6 +26,7 @@ from textenv.lm import (
     loading,
     token_logprobs,
 )
+from textenv.lm import lazy as lm_lazy
 from textenv.lm import model as lm_model
 from textenv.lm.adapters import AdapterFree, add_lora, round_frozen_layers
 from textenv.lm.precision import fast_dtype, precision
@@ -297,7 +298,7 @@ def test_a_model_that_scales_its_logits_is_refused():
 def test_lazy_models_load_at_first_use_and_share(tiny_model, monkeypatch):
     loads = []
     load = loading.load_causal_lm
-    monkeypatch.setattr(lm_model, "load_causal_lm", lambda *a: loads.append(a) or load(*a))
+    monkeypatch.setattr(lm_lazy, "load_causal_lm", lambda *a: loads.append(a) or load(*a))
     warm, cold = LazyLanguageModel(tiny_model, named_size=NAMED), LazyLanguageModel(tiny_model, temperature=0.5)
     assert loads == []
     ids, mask = padded(UNEQUAL, P, T)
@@ -313,12 +314,12 @@ def test_nobody_holds_on_to_a_model_that_nobody_uses(tiny_model):
     lazy = LazyLanguageModel(tiny_model)
     lazy.load()
     key = (lazy.source, "cpu", "float32")
-    assert key in lm_model._loaded
+    assert key in lm_lazy._loaded
     del lazy
     import gc
 
     gc.collect()
-    assert key not in lm_model._loaded
+    assert key not in lm_lazy._loaded
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])

@@ -132,7 +132,8 @@ class TextGenerationVectorEnv(VectorEnv[Any, Any, Any]):
             rows = np.flatnonzero(ended)
             planned = None if self._planned_scores is None else self._planned_scores[rows]
             ends = self.task.episode_ends(state, self._prompts, rows, stopped, planned)
-            rewards[rows] = np.nan_to_num(ends["score"])
+            scores = np.array(ends["score"])
+            rewards[rows] = np.where(np.isnan(scores), 0.0, scores)
             infos = self._infos(ends, rows)
         # In replay a row that has ended stays where it is. Always an array of its own: resets clear rows of it.
         self._state, self._ended = state, ended.copy() if self._planned_scores is None else idle | ended
@@ -187,10 +188,10 @@ class TextGenerationVectorEnv(VectorEnv[Any, Any, Any]):
         same_step = self.autoreset_mode is AutoresetMode.SAME_STEP
         if same_step and ended.any():
             rows = np.flatnonzero(ended)
-            final = observation(self._state)
+            final_ids, final_mask = self._state.input_ids[rows], self._state.attention_mask[rows]
             final_obs = np.full(self.num_envs, None, dtype=object)
-            for row in rows:
-                final_obs[row] = {key: array[row].copy() for key, array in final.items()}
+            for row, ids, attention_mask in zip(rows, final_ids, final_mask, strict=True):
+                final_obs[row] = {"input_ids": ids, "attention_mask": attention_mask}
             infos = {
                 "final_obs": final_obs,
                 "_final_obs": ended.copy(),

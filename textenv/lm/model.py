@@ -8,8 +8,6 @@ c - 1. Position ids follow from the mask, which makes a padded row equal to the 
 from __future__ import annotations
 
 import dataclasses
-import os
-import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +16,7 @@ import torch
 from torch import Tensor
 
 from textenv.lm.cache import Place, RowCache, attention_masks, plain_attention
-from textenv.lm.loading import check_placement, load_causal_lm, resolve
+from textenv.lm.loading import check_placement
 from textenv.lm.logprobs import OutputHead, token_logprobs
 from textenv.lm.precision import precision
 from textenv.packed_masks import PackedMasks
@@ -56,7 +54,7 @@ class LanguageModel:
         temperature: float = 1.0,
         dtype: str = "float32",
     ) -> None:
-        _check_temperature(temperature)
+        check_temperature(temperature)
         check_placement("cpu", dtype)
         self.model = model
         self.source = source
@@ -263,7 +261,12 @@ class LanguageModel:
         return read
 
 
-def _check_temperature(temperature: float) -> None:
+def check_temperature(temperature: float) -> None:
+    """Refuse a temperature at which there is no distribution.
+
+    Raises:
+        ValueError: it is not positive and finite.
+    """
     if not temperature > 0 or not np.isfinite(temperature):
         raise ValueError(
             f"`temperature` should be a positive number, got {temperature}. At 0 the policy is deterministic and "
@@ -275,91 +278,3 @@ def _last_columns(attention_mask: np.ndarray) -> np.ndarray:
     """Column of the last real token of each row: prompts end at P - 1, responses grow from there without holes."""
     columns: np.ndarray = attention_mask.shape[1] - 1 - attention_mask[:, ::-1].argmax(1)
     return columns
-
-
-_loaded: weakref.WeakValueDictionary[tuple[str, str, str], Any] = weakref.WeakValueDictionary()
-
-
-class LazyLanguageModel:
-    """A frozen `LanguageModel` that is loaded at its first use, and shared by all who name the same one.
-
-    Environments hold this: one whose agent brings its own reference never loads a second copy. Pickling and deep copies
-    carry the name, not the weights.
-
-    Args:
-        name: see `textenv.lm.loading.resolve`.
-        device: a torch device.
-        dtype: arithmetic and weights, ``"float32"`` or ``"bfloat16"``.
-        named_size: ids that the tokenizer names.
-        temperature: of the distribution.
-    """
-
-    def __init__(
-        self,
-        name: str | os.PathLike[str],
-        device: str = "cpu",
-        dtype: str = "float32",
-        *,
-        named_size: int | None = None,
-        temperature: float = 1.0,
-    ) -> None:
-        check_placement(device, dtype)
-        _check_temperature(temperature)
-        self.source = resolve(name)
-        self.device_name, self.dtype = device, dtype
-        self.named_size, self.temperature = named_size, temperature
-        self._model: LanguageModel | None = None
-
-    def load(self) -> LanguageModel:
-        """The model, from memory where somebody already holds it."""
-        if self._model is None:
-            key = (self.source, self.device_name, self.dtype)
-            module = _loaded.get(key)
-            if module is None:
-                module = _loaded[key] = load_causal_lm(self.source, self.device_name, self.dtype)
-            self._model = LanguageModel(
-                module,
-                source=self.source,
-                named_size=self.named_size,
-                temperature=self.temperature,
-                dtype=self.dtype,
-            )
-        return self._model
-
-    def stepper(self) -> Stepper:
-        """See `LanguageModel.stepper`; the model is loaded by the stepper's first call."""
-        from textenv.lm.stepping import Stepper
-
-        return Stepper(self)
-
-    def __call__(self, observations: Mapping[str, np.ndarray], actions: np.ndarray) -> np.ndarray:
-        """See `LanguageModel.__call__`."""
-        return self.load()(observations, actions)
-
-    def next_logprobs(self, observations: Mapping[str, np.ndarray]) -> np.ndarray:
-        """See `LanguageModel.next_logprobs`."""
-        return self.load().next_logprobs(observations)
-
-    def response_logprobs(
-        self,
-        input_ids: np.ndarray,
-        attention_mask: np.ndarray,
-        response_tokens: int,
-        action_masks: PackedMasks | None = None,
-    ) -> np.ndarray:
-        """See `LanguageModel.response_logprobs`."""
-        return self.load().response_logprobs(input_ids, attention_mask, response_tokens, action_masks)
-
-    def response_distributions(
-        self, input_ids: np.ndarray, attention_mask: np.ndarray, response_tokens: int
-    ) -> np.ndarray:
-        """See `LanguageModel.response_distributions`."""
-        return self.load().response_distributions(input_ids, attention_mask, response_tokens)
-
-    def states_at(self, input_ids: np.ndarray, attention_mask: np.ndarray, columns: np.ndarray) -> Tensor:
-        """See `LanguageModel.states_at`."""
-        return self.load().states_at(input_ids, attention_mask, columns)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Everything but the weights."""
-        return {**self.__dict__, "_model": None}

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from textenv.lm.cache import Place, RowCache, why_not_cached
+from textenv.lm.lazy import LazyLanguageModel
 from textenv.lm.logprobs import CHUNK
-from textenv.lm.model import TOKENS_PER_PASS, LanguageModel, LazyLanguageModel
+from textenv.lm.model import TOKENS_PER_PASS, LanguageModel
 from textenv.lm.precision import precision
 from textenv.lm.weights import Fingerprint
 

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from textenv.lm.lazy import LazyLanguageModel
 from textenv.lm.loading import EMBEDDED, cache_folder, load_tokenizer
-from textenv.lm.model import LazyLanguageModel
 from textenv.lm.tokenizer import TextTokenizer
 from textenv.rewards.batches import check_pairs, score_by_length
 

@@ -148,7 +148,7 @@ class SequenceClassificationReward:
 
     def _load(self) -> Any:
         if self._model is None:
-            self._model = _load_classifier(self.name, self.device, self.dtype)
+            self._model = load_classifier(self.name, self.device, self.dtype)
         return self._model
 
     def __getstate__(self) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def _load_config_and_tokenizer(name: str) -> tuple[Any, Any]:
         ) from error
 
 
-def _load_classifier(name: str, device: str, dtype: str) -> Any:
+def load_classifier(name: str, device: str, dtype: str) -> Any:
     """The checkpoint's model, frozen, in evaluation mode.
 
     Raises:
