@@ -15,7 +15,7 @@ TYPECHECK := build/typecheck
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint bench reward-model clean
+.PHONY: help demo test coverage lint bench reward-model clean
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -25,6 +25,9 @@ demo: $(VENV)/.installed  ## train SmolLM2-135M with PPO on human-rated film rev
 
 test: $(VENV)/.installed  ## run the tests
 	$(BIN)/python -m pytest $(ARGS)
+
+coverage: $(VENV)/.installed  ## run the tests and list the lines and branches that none of them reached
+	$(BIN)/python -m pytest --cov $(ARGS)
 
 lint: $(VENV)/.installed  ## ruff's checks, its formatting, and the types
 	$(BIN)/ruff check .

@@ -17,6 +17,7 @@ import textenv
 from textenv.agents import PPO, LanguageModelPolicy, PPOConfig, attach
 from textenv.agents.rollouts.collect import collect
 from textenv.agents.start_check import StartError, check_reference
+from textenv.layers import text_envs
 
 SHORT = {"max_response_tokens": 5, "prompts": ["The film is", "I have never seen a duller", "A"]}
 
@@ -136,3 +137,18 @@ def test_a_missing_package_names_the_command(monkeypatch):
     monkeypatch.setattr(textenv.optional.importlib.util, "find_spec", lambda _name: None)
     with pytest.raises(ImportError, match=r"needs torch.*pip install 'textenv\[train\]'"):
         gym.make("RLHF-v0")
+
+
+@pytest.mark.slow
+def test_evaluating_the_untrained_policy_shows_the_reference():
+    envs = gym.make_vec("RLHF-v0", num_envs=8, max_response_tokens=8, min_length=2)
+    policy = LanguageModelPolicy.from_pretrained("smollm2-135m", lora_rank=4)
+    record = textenv.evaluate(policy, envs, 16, seed=0, opponent=policy, texts=["The film was long and dull."])
+    assert abs(record.kl.value) < 1e-3
+    assert record.tax.tax.value == pytest.approx(0.0, abs=1e-4)
+    assert 0 < record.tax.reference.value < 8  # far below log V = 10.8: it has read English
+    assert record.win_rate.low < 0.5 < record.win_rate.high
+    assert record.length.value > 2 and record.ref_perplexity.value > 1
+    # The scorer, asked about the texts themselves, says the same.
+    prompts, responses, scores = zip(*record.samples, strict=True)
+    np.testing.assert_allclose(text_envs(envs).task.scorer(list(prompts), list(responses)), scores, atol=1e-3)
