@@ -323,3 +323,22 @@ def test_solved_toy_is_what_the_oracle_says():
     found = evaluate(TablePolicy(tilted(0.3)), toy_envs(kl_coef=0.3), 3000, confidence=0.999)
     assert found.shaped_return.low < exactly(TOY, tilted(0.3), 0.3).objective < found.shaped_return.high
     assert exactly(TOY, tilted(0.3), 0.3).objective <= optimum.value + 1e-9
+
+
+def test_a_bar_moves_and_changes_nothing(monkeypatch):
+    from rich import progress
+
+    moved = []
+    advance = progress.Progress.advance
+    monkeypatch.setattr(progress.Progress, "advance", lambda self, task: (moved.append(task), advance(self, task)))
+    shown = evaluate(TablePolicy(tilted()), toy_envs(8), 16, progress=True)
+    assert 2 <= len(moved) <= 2 * TOY.horizon  # two blocks, a step for each token of the longest response
+    hidden = evaluate(TablePolicy(tilted()), toy_envs(8), 16)
+    assert shown.metrics() == pytest.approx(hidden.metrics(), nan_ok=True)
+    assert len(moved) <= 2 * TOY.horizon
+
+
+def test_a_bar_without_rich_says_what_to_install(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"pip install 'textenv\[train\]'"):
+        evaluate(Writes(END), worlds(), 2, progress=True)

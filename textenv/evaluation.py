@@ -17,6 +17,7 @@ from textenv.estimates import UNDEFINED, Estimate, mean_estimate, quantile_of, r
 from textenv.evaluation_record import Evaluation
 from textenv.layers import layers, reference_of, text_envs
 from textenv.metrics import distinct_n_estimate
+from textenv.optional import progress_bar
 from textenv.packed_masks import concatenated
 from textenv.prompts import EncodedPrompt, context_columns
 from textenv.replay import Replay, replay
@@ -42,6 +43,7 @@ def evaluate(
     judge: Callable[..., Any] | None = None,
     texts: Sequence[str] | None = None,
     confidence: float = 0.95,
+    progress: bool = False,
 ) -> Evaluation:
     """Let a policy finish `episodes` episodes and measure them. Nothing is trained, and `envs` keep their state.
 
@@ -61,6 +63,7 @@ def evaluate(
         judge: the scorer that decides who wins; None: the task's own.
         texts: held-out texts, for the alignment tax.
         confidence: of the intervals.
+        progress: show a bar while responses are written.
 
     Returns:
         The record.
@@ -76,8 +79,10 @@ def evaluate(
         check_takes_columns(judge, task.prompts.columns)
     with _put_back(envs):
         prompts = draw_prompts(envs, episodes, seed)
-        responses, masks = _write(policy, envs, prompts, seed, deterministic)
-        rivals = None if opponent is None else _write(opponent, envs, prompts, seed + 1, deterministic).responses
+        responses, masks = _write(policy, envs, prompts, seed, deterministic, progress)
+        rivals = None
+        if opponent is not None:
+            rivals = _write(opponent, envs, prompts, seed + 1, deterministic, progress).responses
         state = task.whole_state(prompts, responses)
         model, reference = logprobs_of(policy), _reference(policy, envs)
         logprobs, ref_logprobs = (
@@ -126,13 +131,24 @@ def draw_prompts(envs: VectorEnv[Any, Any, Any], count: int, seed: int | None) -
 
 
 def _write(
-    policy: Any, envs: VectorEnv[Any, Any, Any], prompts: Sequence[EncodedPrompt], seed: int, deterministic: bool
+    policy: Any,
+    envs: VectorEnv[Any, Any, Any],
+    prompts: Sequence[EncodedPrompt],
+    seed: int,
+    deterministic: bool,
+    progress: bool,
 ) -> Written:
     """One response per prompt, N at a time."""
     base, constraint = text_envs(envs), constraint_of(envs)
     act = actor_of(policy, np.random.default_rng(seed), deterministic)
     blocks = [prompts[start : start + base.num_envs] for start in range(0, len(prompts), base.num_envs)]
-    parts = [write_responses(act, base.task.mdp, [prompt.ids for prompt in b], constraint) for b in blocks]
+    with progress_bar("Writing ...", len(blocks) * base.task.mdp.max_response_tokens, progress) as advance:
+
+        def act_and_tell(*state: Any) -> NDArray[Any]:
+            advance()
+            return act(*state)
+
+        parts = [write_responses(act_and_tell, base.task.mdp, [prompt.ids for prompt in b], constraint) for b in blocks]
     masks = [part.action_masks for part in parts if part.action_masks is not None]
     return Written([r for part in parts for r in part.responses], concatenated(masks) if masks else None)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+from collections.abc import Callable, Iterator
 
 
 def require(module: str, extra: str, why: str) -> None:
@@ -18,3 +20,26 @@ def require(module: str, extra: str, why: str) -> None:
     """
     if importlib.util.find_spec(module) is None:
         raise ImportError(f"{why} needs {module}, which is not installed: pip install 'textenv[{extra}]'")
+
+
+@contextlib.contextmanager
+def progress_bar(description: str, total: int, shown: bool) -> Iterator[Callable[[], None]]:
+    """A bar that disappears when the block ends; calling what comes back moves it on by one.
+
+    Args:
+        description: stands before it.
+        total: of steps.
+        shown: False: there is no bar, and nothing is needed.
+
+    Raises:
+        ImportError: a bar is wanted and rich is not installed.
+    """
+    if not shown:
+        yield lambda: None
+        return
+    require("rich", "train", "A progress bar")
+    from rich.progress import Progress
+
+    with Progress(transient=True) as progress:
+        task = progress.add_task(description, total=total)
+        yield lambda: progress.advance(task)
