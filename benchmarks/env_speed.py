@@ -1,6 +1,6 @@
 """How fast the environment steps: alone, against Gymnasium's own vectorisation, by N, and with a real reference.
 
-    python benchmarks/env_speed.py               # all tables, about a minute; downloads nothing
+    python benchmarks/env_speed.py               # all tables, a bit over a minute; downloads nothing
     python benchmarks/env_speed.py --no-model    # without the language model
 
 Tokens are response tokens appended. Rows compare medians of interleaved repetitions in one process on one thread.
@@ -162,38 +162,90 @@ def memory(task: TextTask, num_envs: int) -> int:
     return size
 
 
-def with_reference(arguments: Arguments, console: Console) -> None:
-    """Time per step with SmolLM2 as policy and reference of the KL toll, early and late in the response."""
+def with_model(arguments: Arguments, console: Console) -> None:
+    """SmolLM2 as policy and reference: a late step against an early one, acting against generating."""
     import torch
 
     from textenv.agents import LanguageModelPolicy, attach
 
     torch.set_num_threads(1)
-    n, budget = arguments.model_envs, max(arguments.response_tokens, 52)
+    budget = max(arguments.response_tokens, 52)
     envs = gym.make_vec(
-        "RLHF-v0", num_envs=n, max_response_tokens=budget, kl_coef=0.05, stop=[], scorer=no_score, render_mode=None
+        "RLHF-v0",
+        num_envs=arguments.model_envs,
+        max_response_tokens=budget,
+        kl_coef=0.05,
+        stop=[],
+        scorer=no_score,
+        render_mode=None,
     )
     policy = LanguageModelPolicy.from_pretrained("smollm2-135m", lora_rank=16)
     attach(policy, envs)
-    times: dict[int, list[float]] = {}
+    repetitions = max(3, arguments.repetitions // 2)
+    by_token(policy, envs, budget, repetitions, console)
+    against_generating(policy, envs, repetitions, console)
+
+
+def by_token(policy: Any, envs: Any, budget: int, repetitions: int, console: Console) -> None:
+    """Time of a step at response tokens 4 and 48, with the policy's own pass and without."""
     generator = np.random.default_rng(0)
-    for _ in range(max(3, arguments.repetitions // 2)):
+    times: dict[int, list[tuple[float, float]]] = {}
+    for _ in range(repetitions):
         observations, _ = envs.reset(seed=0)
         for t in range(budget - 1):
-            actions = policy.act(observations, generator=generator)
-            actions = np.where(np.isin(actions, policy.tokenizer.stop_ids), 253, actions)  # nobody stops early
             start = time.perf_counter()
+            actions = going_on(policy, policy.act(observations, generator=generator))
+            chosen = time.perf_counter()
             observations, *_ = envs.step(actions)
-            times.setdefault(t, []).append(time.perf_counter() - start)
-    early, late = (
-        statistics.median(seconds for t in range(around - 1, around + 2) for seconds in times[t]) for around in (4, 48)
-    )
+            end = time.perf_counter()
+            times.setdefault(t, []).append((end - chosen, end - start))
     leash = next(layer.leash for layer in _layers(envs) if isinstance(layer, KLPenalty))
-    table = Table(title=f"With the KL wrapper on SmolLM2-135M, N = {n}, one thread: time of `envs.step`")
-    for column in ("t = 4", "t = 48", "ratio", "cache per environment"):
-        table.add_column(column, justify="right")
-    table.add_row(f"{early * 1e3:.0f} ms", f"{late * 1e3:.0f} ms", f"{late / early:.2f}", _megabytes(leash.nbytes / n))
+    table = Table(title=f"KL wrapper on SmolLM2-135M, N = {envs.num_envs}, one thread")
+    for column in ("time of", "t = 4", "t = 48", "ratio", "cache per environment"):
+        table.add_column(column, justify="left" if column == "time of" else "right")
+    for place, label in enumerate(("envs.step", "policy.act and envs.step")):
+        early, late = (
+            statistics.median(pair[place] for t in range(around - 1, around + 2) for pair in times[t])
+            for around in (4, 48)
+        )
+        figures = (f"{early * 1e3:.0f} ms", f"{late * 1e3:.0f} ms", f"{late / early:.2f}")
+        table.add_row(label, *figures, _megabytes(leash.nbytes / envs.num_envs))
     console.print(table)
+
+
+def against_generating(policy: Any, envs: Any, repetitions: int, console: Console, tokens: int = 32) -> None:
+    """Stepping the bare environment with `policy.act`, against the engine that decodes whole responses."""
+    from textenv.agents.types import Sampling
+
+    base, engine = envs.unwrapped, policy.engine()
+    base.reset(seed=0)
+    prompts = [prompt.ids for prompt in base.prompts_now()]
+
+    def acting() -> float:
+        policy.stepper().clear()
+        generator = np.random.default_rng(0)
+        start = time.perf_counter()
+        observations, _ = base.reset(seed=0)
+        for _ in range(tokens):
+            observations, *_ = base.step(going_on(policy, policy.act(observations, generator=generator)))
+        return base.num_envs * tokens / (time.perf_counter() - start)
+
+    def generating() -> float:
+        start = time.perf_counter()
+        engine.generate(prompts, Sampling(max_tokens=tokens, stop_ids=()))
+        return base.num_envs * tokens / (time.perf_counter() - start)
+
+    found = medians({"act": acting, "generate": generating}, repetitions)
+    table = Table(title=f"Writing {tokens} tokens with SmolLM2-135M, N = {base.num_envs}, one thread, tokens/s")
+    for column in ("policy.act, stepping", "HFEngine.generate", "time, act over generate"):
+        table.add_column(column, justify="right")
+    table.add_row(f"{found['act']:.0f}", f"{found['generate']:.0f}", f"{found['generate'] / found['act']:.2f}")
+    console.print(table)
+
+
+def going_on(policy: Any, actions: Any) -> Any:
+    """The actions, with another token in the place of a stop: nobody ends early."""
+    return np.where(np.isin(actions, policy.tokenizer.stop_ids), 253, actions)
 
 
 def _layers(envs: Any) -> Any:
@@ -211,7 +263,7 @@ def main(arguments: Arguments) -> None:
     against_sync(arguments, console)
     by_number(arguments, console)
     if arguments.model:
-        with_reference(arguments, console)
+        with_model(arguments, console)
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ def test_env_speed_prints_its_tables(tmp_path):
 def test_env_speed_measures_the_model(tmp_path):
     text = run("benchmarks/env_speed.py", "--repetitions", "1", "--num-envs", "16", "--model-envs", "2", cwd=tmp_path)
     assert "t = 48" in text and "MiB" in text
+    assert "policy.act and envs.step" in text and "act over generate" in text
 
 
 @pytest.mark.slow
