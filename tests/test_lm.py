@@ -213,7 +213,7 @@ def test_blocks_of_a_pass_do_not_show(lm, monkeypatch):
 
 
 def test_rows_of_like_length_go_together(lm, monkeypatch):
-    """Blocks of two out of short, long, short, long: little padding goes through the model."""
+    """Blocks of two out of short, long, short, long: attention holds little padding."""
     rows = random_rows([3, 30, 3, 30], [1, 6, 2, 5], NAMED)
     widths = []
     monkeypatch.setattr(lm_model, "TOKENS_PER_PASS", {"cpu": 2 * (P + T)})
@@ -222,7 +222,7 @@ def test_rows_of_like_length_go_together(lm, monkeypatch):
     )
     lm.response_logprobs(*padded(rows, P, T), T)
     hook.remove()
-    assert widths == [5, 36]
+    assert widths == [4 + 5, 36 + 35]  # tokens, without any padding
 
 
 def test_unnamed_ids_have_probability_zero(lm):

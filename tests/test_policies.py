@@ -322,7 +322,7 @@ def test_columns_that_no_row_uses_cost_nothing(tiny_model):
         lambda _module, _args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
     one, other = policy.evaluate(*tensors(*tight), 2), policy.evaluate(*tensors(*wide), 40)
-    assert widths == [5, 5]
+    assert widths == [8, 8]
     assert torch.equal(one.logprobs, other.logprobs[:, :2]) and torch.equal(one.values, other.values[:, :2])
     assert not other.logprobs[:, 2:].any() and other.logprobs.shape == (2, 40)
 

@@ -190,7 +190,7 @@ class TestRows:
         for _ in range(12):
             row = {key: value[None] for key, value in observation.items()}
             action = rng.integers(1, VOCAB, 1)
-            np.testing.assert_allclose(stepper(row, action), lm(row, action), atol=1e-5)
+            np.testing.assert_allclose(stepper(row, action), lm(row, action), atol=3e-5)
             observation, _, terminated, truncated, _ = env.step(int(action[0]))
             if terminated or truncated:
                 observation, _ = env.reset()
@@ -204,7 +204,7 @@ class TestRows:
                 "attention_mask": np.pad(mask[rows], ((0, 0), (0, 7)))[:, :columns],
             }
             actions = np.arange(len(rows))
-            np.testing.assert_allclose(stepper(observations, actions), lm(observations, actions), atol=1e-5)
+            np.testing.assert_allclose(stepper(observations, actions), lm(observations, actions), atol=3e-5)
 
     def test_cut_back_and_changed_rows(self, lm):
         """A row may lose tokens, or change one in the middle."""
@@ -213,7 +213,7 @@ class TestRows:
         for change in (lambda: None, lambda: mask[:, -2:].fill(0), lambda: ids[:, 7].fill(9), lambda: ids[0].fill(1)):
             change()
             observations = {"input_ids": ids, "attention_mask": mask}
-            np.testing.assert_allclose(stepper(observations, actions), lm(observations, actions), atol=1e-5)
+            np.testing.assert_allclose(stepper(observations, actions), lm(observations, actions), atol=3e-5)
 
     @pytest.mark.parametrize("fill", [0, 50, VOCAB - 1])
     def test_ids_in_padding_move_nothing_by_a_bit(self, lm, fill):
@@ -361,7 +361,7 @@ class TestState:
         assert len(pickle.dumps(stepper)) < 2000
         ids, mask = padded(random_rows((2, 4), (1, 1), 90), 4, 1)
         observations, actions = {"input_ids": ids, "attention_mask": mask}, np.array([1, 2])
-        np.testing.assert_allclose(stepper(observations, actions), lazy(observations, actions), atol=1e-5)
+        np.testing.assert_allclose(stepper(observations, actions), lazy(observations, actions), atol=3e-5)
         assert lazy._model is not None
 
     def test_interrupted_passes_are_not_believed(self, lm):
@@ -376,7 +376,7 @@ class TestState:
             stepper.states(ids, mask)
         handle.remove()
         observations = {"input_ids": ids, "attention_mask": mask}
-        np.testing.assert_allclose(stepper(observations, actions), lm(observations, actions), atol=1e-5)
+        np.testing.assert_allclose(stepper(observations, actions), lm(observations, actions), atol=3e-5)
 
     def test_inference_mode_may_be_entered_and_left(self, lm):
         ids, mask = padded(random_rows((2, 4), (3, 3), VOCAB), 4, 3)
@@ -387,7 +387,7 @@ class TestState:
             observations = {"input_ids": ids, "attention_mask": seen}
             with torch.inference_mode(mode):
                 found = stepper(observations, actions)
-            np.testing.assert_allclose(found, lm(observations, actions), atol=1e-5)
+            np.testing.assert_allclose(found, lm(observations, actions), atol=3e-5)
 
     def test_torch_is_left_as_it_was_found(self, lm):
         ids, mask = padded(random_rows((2, 4), (3, 3), VOCAB), 4, 3)

@@ -157,7 +157,7 @@ def test_policy_and_reference_do_not_see_the_value_network(tiny_model, lora_rank
     after = policy.evaluate(*batch(), T)
     assert torch.equal(before.logprobs, after.logprobs)
     ids, mask = (x.numpy() for x in batch())
-    np.testing.assert_allclose(policy.reference.response_logprobs(ids, mask, T), before.logprobs.detach(), atol=1e-6)
+    np.testing.assert_allclose(policy.reference.response_logprobs(ids, mask, T), before.logprobs.detach(), atol=1e-5)
     with torch.no_grad():
         policy.value_head.weight.fill_(1.0)
         states = policy.value_network(*batch())

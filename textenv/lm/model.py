@@ -18,6 +18,7 @@ from torch import Tensor
 from textenv.lm.cache import Place, RowCache, attention_masks, plain_attention
 from textenv.lm.loading import check_placement
 from textenv.lm.logprobs import OutputHead, token_logprobs
+from textenv.lm.packing import packed_states, padded_states, why_not_packed
 from textenv.lm.precision import precision
 from textenv.packed_masks import PackedMasks
 
@@ -99,17 +100,14 @@ class LanguageModel:
     def hidden_states(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Last hidden states (B, L, H) of padded rows; values in masked columns mean nothing.
 
-        Columns that no row uses do not go through the model.
+        Columns that no row uses do not go through the model, nor does padding where its attention allows that: see
+        `textenv.lm.packing`.
         """
-        used = attention_mask.any(0).nonzero().squeeze(-1)
-        first, end = int(used[0]), int(used[-1]) + 1
-        ids, mask = input_ids[:, first:end].long(), attention_mask[:, first:end].long()
-        position_ids = (mask.cumsum(-1) - 1).clamp_min(0)
+        trunk = self.model.base_model
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == "bfloat16"):
-            output = self.model.base_model(
-                input_ids=ids, attention_mask=mask, position_ids=position_ids, use_cache=False
-            )
-        return torch.nn.functional.pad(output.last_hidden_state, (0, 0, first, attention_mask.shape[1] - end))
+            if why_not_packed(self) is None:
+                return packed_states(trunk, trunk.config.get_text_config(), input_ids, attention_mask)
+            return padded_states(trunk, input_ids, attention_mask)
 
     @torch.no_grad()
     def extend(self, input_ids: Tensor, cache: RowCache, place: Place) -> Tensor:
