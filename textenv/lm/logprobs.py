@@ -5,6 +5,7 @@ Legend: M tokens, H hidden size, V vocabulary. Knows nothing of models, only of 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,39 +94,73 @@ def token_logprobs(
         logprobs (M,) and entropies (M,), float32, in nats. Entropies carry no gradient without `entropy_grad`.
     """
     trains = torch.is_grad_enabled() and (hidden.requires_grad or head.weight.requires_grad)
-    fused = not head.weight.requires_grad and head.softcap is None
-    logprobs, entropies = [], []
+    arguments = targets, head, chunk, action_masks
+    if not trains:
+        return _without_gradient(hidden, *arguments)
+    if head.softcap is not None or (head.weight.requires_grad and (entropy_grad or head.bias is not None)):
+        return _recomputed(hidden, *arguments, entropy_grad)
+    if head.weight.requires_grad:
+        return _TrainedHead.apply(hidden, head.weight, *arguments)
+    return _FrozenHead.apply(hidden, *arguments, entropy_grad)
+
+
+def _chunks(
+    hidden: Tensor, targets: Tensor, chunk: int, action_masks: PackedMasks | None
+) -> Iterator[tuple[slice, Tensor, Tensor, PackedMasks | None]]:
     for start in range(0, hidden.shape[0], chunk):
-        rows, ids = hidden[start : start + chunk], targets[start : start + chunk]
-        masks = None if action_masks is None else action_masks[start : start + chunk]
-        if not trains:
-            parts = _chunk_logprobs(rows, ids, head, masks)
-        elif fused:
-            parts = _FrozenHead.apply(rows, ids, head, masks, entropy_grad)
-        else:
-            parts = checkpoint(_chunk_logprobs, rows, ids, head, masks, entropy_grad, use_reentrant=False)
-        logprobs.append(parts[0])
-        entropies.append(parts[1])
-    if not logprobs:
-        empty = hidden.sum(-1).float()
-        return empty, empty.detach()
-    return torch.cat(logprobs), torch.cat(entropies)
+        rows = slice(start, start + chunk)
+        yield rows, hidden[rows], targets[rows], None if action_masks is None else action_masks[rows]
 
 
-def _chunk_logprobs(
+def _without_gradient(
+    hidden: Tensor, targets: Tensor, head: OutputHead, chunk: int, action_masks: PackedMasks | None
+) -> tuple[Tensor, Tensor]:
+    logprobs, entropies = (hidden.new_zeros(len(hidden), dtype=torch.float32) for _ in range(2))
+    for rows, states, ids, masks in _chunks(hidden, targets, chunk, action_masks):
+        logits = head.logits(states, masks)
+        logprobs[rows], entropies[rows], _ = _read(logits, ids, head.has_holes(masks))
+    return logprobs, entropies
+
+
+def _recomputed(
     hidden: Tensor,
     targets: Tensor,
     head: OutputHead,
+    chunk: int,
     action_masks: PackedMasks | None,
-    entropy_grad: bool = False,
+    entropy_grad: bool,
+) -> tuple[Tensor, Tensor]:
+    """Whatever the head is: each chunk's logits are computed again in the backward pass."""
+    parts = [
+        checkpoint(_chunk_logprobs, states, ids, head, masks, entropy_grad, use_reentrant=False)
+        for _, states, ids, masks in _chunks(hidden, targets, chunk, action_masks)
+    ]
+    if not parts:
+        empty = hidden.sum(-1).float()
+        return empty, empty.detach()
+    return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+
+
+def _chunk_logprobs(
+    hidden: Tensor, targets: Tensor, head: OutputHead, action_masks: PackedMasks | None, entropy_grad: bool
 ) -> tuple[Tensor, Tensor]:
     logits = head.logits(hidden, action_masks)  # (m, V)
     log_z = torch.logsumexp(logits, -1)
     chosen = logits.gather(-1, targets[:, None]).squeeze(-1)
     with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
-        holes = head.has_holes(action_masks)
-        entropies = _entropies((logits - log_z[:, None]).exp_(), logits, log_z, holes)
+        probabilities = (logits - log_z[:, None]).exp_()
+        entropies = _entropies(probabilities, logits, log_z, head.has_holes(action_masks))
     return chosen - log_z, entropies
+
+
+def _read(logits: Tensor, targets: Tensor, holes: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Log pi(target) (m,), entropies (m,) and probabilities (m, V) of logits (m, V), in few passes over them."""
+    probabilities = torch.softmax(logits, -1)
+    top, index = logits.max(-1)
+    # log Z from the likeliest token, whose probability is at least 1 / V and so has full relative precision.
+    log_z = top - probabilities.gather(-1, index[:, None]).squeeze(-1).log()
+    chosen = logits.gather(-1, targets[:, None]).squeeze(-1)
+    return chosen - log_z, _entropies(probabilities, logits, log_z, holes), probabilities
 
 
 def _entropies(probabilities: Tensor, logits: Tensor, log_z: Tensor, holes: bool) -> Tensor:
@@ -135,8 +170,14 @@ def _entropies(probabilities: Tensor, logits: Tensor, log_z: Tensor, holes: bool
     return log_z - torch.linalg.vecdot(probabilities, logits)
 
 
+def _product_type(hidden: Tensor) -> torch.dtype:
+    """The precision of a gradient's products: autocast's where it is on. Logits are float32 either way."""
+    kind = hidden.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32
+
+
 class _FrozenHead(torch.autograd.Function):
-    """d log pi(y) / d hidden = (W[y] - E_pi[W]) / temperature, computed while the chunk's logits are at hand.
+    """d log pi(y) / d hidden = (W[y] - E_pi[W]) / temperature, computed while a chunk's logits are at hand.
 
     And where it is asked for, with H the entropy, d H / d hidden = -E_pi[(log pi + H) W] / temperature.
     """
@@ -147,31 +188,71 @@ class _FrozenHead(torch.autograd.Function):
         hidden: Tensor,
         targets: Tensor,
         head: OutputHead,
+        chunk: int,
         action_masks: PackedMasks | None,
         entropy_grad: bool,
     ) -> tuple[Tensor, Tensor]:
-        logits = head.logits(hidden, action_masks)  # (m, V)
-        log_z = torch.logsumexp(logits, -1)
-        chosen = logits.gather(-1, targets[:, None]).squeeze(-1)
-        probabilities = (logits - log_z[:, None]).exp_()
-        entropies = _entropies(probabilities, logits, log_z, head.has_holes(action_masks))
-        weight = head.weight.float()
-        with torch.autocast(hidden.device.type, enabled=False):
-            gradient = (weight[targets] - probabilities @ weight) / head.temperature  # (m, H)
-            saved = [gradient.to(hidden.dtype)]
-            if entropy_grad:
-                logprobs = torch.where(probabilities > 0, logits - log_z[:, None], 0.0)
-                weighted = probabilities.mul_(logprobs.add_(entropies[:, None]))  # (m, V)
-                saved.append((-(weighted @ weight) / head.temperature).to(hidden.dtype))
-        ctx.save_for_backward(*saved)
+        kind = _product_type(hidden)
+        weight = head.weight.to(kind)
+        logprobs, entropies = (hidden.new_zeros(len(hidden), dtype=torch.float32) for _ in range(2))
+        gradients = [torch.empty_like(hidden) for _ in range(1 + entropy_grad)]
+        for rows, states, ids, masks in _chunks(hidden, targets, chunk, action_masks):
+            logits = head.logits(states, masks)  # (m, V)
+            logprobs[rows], entropies[rows], probabilities = _read(logits, ids, head.has_holes(masks))
+            with torch.autocast(hidden.device.type, enabled=False):
+                expected = (probabilities.to(kind) @ weight).float()  # (m, H)
+                gradients[0][rows] = ((head.weight[ids].float() - expected) / head.temperature).to(hidden.dtype)
+                if entropy_grad:
+                    log_pi = probabilities.log().clamp_min(-1e30)
+                    weighted = probabilities.mul_(log_pi.add_(entropies[rows, None]))  # (m, V)
+                    gradients[1][rows] = (-(weighted.to(kind) @ weight).float() / head.temperature).to(hidden.dtype)
+        ctx.save_for_backward(*gradients)
         if not entropy_grad:
             ctx.mark_non_differentiable(entropies)
-        return chosen - log_z, entropies
+        return logprobs, entropies
 
     @staticmethod
-    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropies: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropies: Tensor) -> tuple[Tensor | None, ...]:
         gradient, *entropy_gradient = ctx.saved_tensors
         total = grad_logprobs[:, None] * gradient
         for extra in entropy_gradient:
             total = total + grad_entropies[:, None] * extra
-        return total.to(gradient.dtype), None, None, None, None
+        return total.to(gradient.dtype), None, None, None, None, None
+
+
+class _TrainedHead(torch.autograd.Function):
+    """With g = dLoss / d log pi(y): d logits = g (1[y] - pi) / temperature, from logits computed again chunk by chunk.
+
+    The weight's gradient is added up in one (V, H) buffer, where autograd would make one per chunk.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        head: OutputHead,
+        chunk: int,
+        action_masks: PackedMasks | None,
+    ) -> tuple[Tensor, Tensor]:
+        logprobs, entropies = _without_gradient(hidden, targets, head, chunk, action_masks)
+        ctx.save_for_backward(hidden, weight, targets)
+        ctx.head, ctx.chunk, ctx.action_masks, ctx.kind = head, chunk, action_masks, _product_type(hidden)
+        ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprobs: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets = ctx.saved_tensors
+        head, kind = ctx.head, ctx.kind
+        factor = weight.to(kind)
+        grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
+        for rows, states, ids, masks in _chunks(hidden, targets, ctx.chunk, ctx.action_masks):
+            scale = grad_logprobs[rows, None] / head.temperature
+            slopes = torch.softmax(head.logits(states, masks), -1).mul_(-scale)  # (m, V)
+            slopes.scatter_add_(-1, ids[:, None], scale)
+            with torch.autocast(hidden.device.type, enabled=False):
+                grad_weight.addmm_(slopes.T, states.float())  # bounded by memory: rounding its factors saves nothing
+                grad_hidden[rows] = (slopes.to(kind) @ factor).to(hidden.dtype)
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
