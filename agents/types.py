@@ -31,6 +31,7 @@ class Sampling:
         seed: of this call. Equal seeds and prompts give equal responses.
         constraint: which tokens the task allows in each state; the others must not be written. Prompts then fit the
             task's prompt budget.
+        samples_per_prompt: responses to each prompt. Those of one prompt follow each other in the result.
     """
 
     max_tokens: int
@@ -38,16 +39,23 @@ class Sampling:
     temperature: float = 1.0
     seed: int = 0
     constraint: Constraint | None = None
+    samples_per_prompt: int = 1
 
 
 @dataclass(frozen=True)
 class Generation:
-    """What an engine wrote: B arrays of ids, each ending at its first stop id or at the budget."""
+    """What an engine wrote: B arrays of ids, each ending at its first stop id or at the budget.
+
+    B is prompts times `Sampling.samples_per_prompt`, the responses to one prompt next to each other.
+    """
 
     responses: list[NDArray[np.int64]]
     action_masks: PackedMasks | None = None
     """What `Sampling.constraint` allowed where each token was chosen, index (B, T). An engine that leaves it out makes
     the constraint say it again, which for top-k masks may differ by rounding."""
+    logprobs: list[NDArray[np.float32]] | None = None
+    """The engine's own log-probabilities of the tokens that it drew, one array per response, of the distribution that
+    they were drawn from (temperature and constraint included); None where it has none."""
 
     @property
     def tokens(self) -> int:
@@ -76,7 +84,7 @@ class Rollout:
     response_mask: Bool[Tensor, "B T"]
     """True on tokens that the policy chose, the stop id included."""
     logprobs: Float[Tensor, "B T"]
-    """Under the policy that wrote them."""
+    """Under the policy that wrote them, as the trainer computes them or, on request, as the engine reported them."""
     ref_logprobs: Float[Tensor, "B T"] | None
     """Under the reference; None where there is none."""
     values: Float[Tensor, "B T"]
@@ -94,6 +102,10 @@ class Rollout:
     """Wall time by phase."""
     action_masks: PackedMasks | None = None
     """What was allowed where each token was chosen, index (B, T); None: everything."""
+    engine_logprobs: Float[Tensor, "B T"] | None = None
+    """As the engine reported them; None where it reports none."""
+    first_pass: PolicyOutput | None = None
+    """The pass that gave `logprobs` and `values`, with its graph: the first one of the update, where it can be."""
 
     def rows(self, index: Tensor) -> Rollout:
         """The episodes at `index`, tensors only (texts are left behind)."""
@@ -104,7 +116,7 @@ class Rollout:
         }
         if self.action_masks is not None:
             taken["action_masks"] = self.action_masks[index.cpu().numpy()]
-        return dataclasses.replace(self, finish_reason=(), prompts=(), responses=(), **taken)
+        return dataclasses.replace(self, finish_reason=(), prompts=(), responses=(), first_pass=None, **taken)
 
     @property
     def response_tokens(self) -> int:
@@ -162,6 +174,15 @@ class IterationStats:
     ratio_q01: float
     ratio_q50: float
     ratio_q99: float
+    mismatch_q01: float
+    """Quantiles of log pi - log mu over tokens, nats: trainer against engine, before the update; nan where the engine
+    reports no log-probabilities."""
+    mismatch_q50: float
+    mismatch_q99: float
+    mismatch_max: float
+    """Largest absolute value of the same."""
+    mismatch_outside: float
+    """Share of tokens whose ratio pi / mu is outside 0.9 to 1.1."""
     grad_norm: float
     """Mean norm before clipping."""
     kl_loss: float

@@ -10,8 +10,9 @@ import torch
 from lm_helpers import EOS, NAMED, PROMPTS, GRUPolicy, byte_tokenizer, gpt2, llama, padded, save_model, tensors
 
 from textenv.agents import LanguageModelPolicy, TablePolicy
-from textenv.agents.rollouts import HFEngine, StepwiseEngine, engine_for, hf
-from textenv.agents.rollouts.base import Recorder, left_pad, sample_tokens
+from textenv.agents.rollouts import HFEngine, StepwiseEngine, engine_for
+from textenv.agents.rollouts.base import draw_tokens, fill_holes, left_pad, sample_tokens
+from textenv.agents.rollouts.seeds import row_seeds, uniforms
 from textenv.agents.types import Sampling
 from textenv.mdp import TokenMDP
 from textenv.whole import whole_responses
@@ -55,44 +56,29 @@ def test_cached_decoding_writes_the_ids_of_stepwise_decoding(either, seed):
     assert cached.tokens == sum(len(response) for response in cached.responses)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_when_rows_leave_the_cache_does_not_show(either, share, monkeypatch):
-    expected = lists(StepwiseEngine(either).generate(prompts(), SAMPLING))
-    monkeypatch.setattr(hf, "LEAVE_BELOW", share)
-    assert lists(HFEngine(either).generate(prompts(), SAMPLING)) == expected
-
-
-def test_blocks_have_seeds_of_their_own(policy, monkeypatch):
-    same = prompts(1)[:1] * 6
-    monkeypatch.setattr(hf, "MAX_ROWS", 4)
-    blocks = lists(HFEngine(policy).generate(same, SAMPLING))
-    later = dataclasses.replace(SAMPLING, seed=SAMPLING.seed + 1)
-    assert blocks[:4] == lists(HFEngine(policy).generate(same[:4], SAMPLING))
-    assert blocks[4:] == lists(HFEngine(policy).generate(same[:2], later))
-    assert blocks[:2] != blocks[4:]
-
-
-def test_logprobs_of_incremental_decoding_are_those_of_a_full_pass(either, monkeypatch):
-    """What the engine drew from, step by step with its cache, against one pass over the finished responses."""
-    seen = {}
-    choose = Recorder.choose
-
-    def spying(self, logits):
-        live = self.live.tolist()
-        log_pi = torch.log_softmax(logits, -1)
-        result = choose(self, logits)
-        for place, row in enumerate(live):
-            seen.setdefault(row, []).append(log_pi[place, self._tokens[row][-1]].item())
-        return result
-
-    monkeypatch.setattr(Recorder, "choose", spying)
-    responses = HFEngine(either).generate(prompts(), SAMPLING).responses
-    ids, mask = padded(list(zip(prompts(), responses, strict=True)), 30, BUDGET)
+@pytest.mark.parametrize("engine", [HFEngine, StepwiseEngine])
+def test_logprobs_are_those_of_a_full_pass(either, engine):
+    """Of the distribution that the engine drew from, step by step, against one pass over the finished responses."""
+    generation = engine(either).generate(prompts(), SAMPLING)
+    ids, mask = padded(list(zip(prompts(), generation.responses, strict=True)), 30, BUDGET)
     with torch.no_grad():
         whole = either.evaluate(*tensors(ids, mask), BUDGET).logprobs
-    for row, logprobs in seen.items():
+    for row, logprobs in enumerate(generation.logprobs):
+        assert logprobs.dtype == np.float32 and len(logprobs) == len(generation.responses[row])
         np.testing.assert_allclose(logprobs, whole[row, : len(logprobs)], atol=1e-5)
-        assert not whole[row, len(logprobs) :].any()
+
+
+@pytest.mark.parametrize("engine", [HFEngine, StepwiseEngine])
+def test_logprobs_have_the_temperature_in_them(tiny_model, engine):
+    policy = LanguageModelPolicy.from_pretrained(tiny_model, lora_rank=4, temperature=0.6)
+    [prompt] = prompts(1)[1:2]
+    for temperature in (0.6, 0.0):  # the policy's own log-probabilities even of the most likely tokens
+        sampling = Sampling(max_tokens=1, stop_ids=(), temperature=temperature)
+        generation = engine(policy).generate([prompt], sampling)
+        [[token]], [[logprob]] = generation.responses, generation.logprobs
+        raw = torch.log_softmax(llama()(torch.tensor([prompt])).logits[0, -1, :NAMED].double() / 0.6, -1)
+        assert logprob == pytest.approx(raw[token].item(), abs=1e-5)
+        assert temperature or token == raw.argmax()
 
 
 def test_engine_uses_the_weights_of_the_moment(tiny_model):
@@ -173,6 +159,26 @@ def test_seed_decides_and_torch_is_left_alone(policy, engine):
     assert lists(engine(policy).generate(prompts(), dataclasses.replace(SAMPLING, seed=4))) != first
 
 
+@pytest.mark.parametrize("engine", [HFEngine, StepwiseEngine])
+def test_samples_of_a_prompt_follow_each_other(policy, engine):
+    sampling = dataclasses.replace(SAMPLING, samples_per_prompt=3)
+    responses = lists(engine(policy).generate(prompts(1), sampling))
+    assert len(responses) == len(prompts(1)) * 3
+    first = lists(engine(policy).generate(prompts(1), SAMPLING))
+    assert responses[::3] == first  # a prompt's first sample does not depend on how many follow
+    assert all(len({tuple(r) for r in responses[row : row + 3]}) > 1 for row in range(0, 12, 3))
+
+
+@pytest.mark.parametrize("engine", [HFEngine, StepwiseEngine])
+@pytest.mark.parametrize(
+    "wrong, samples, says",
+    [([], 1, "at least 1 prompt"), ([[1], []], 1, "none in prompt 1"), ([[1]], 0, "1 sample of each, got 1 and 0")],
+)
+def test_nothing_to_continue_is_refused(policy, engine, wrong, samples, says):
+    with pytest.raises(ValueError, match=says):
+        engine(policy).generate(wrong, dataclasses.replace(SAMPLING, samples_per_prompt=samples))
+
+
 def test_rows_with_the_same_prompt_differ(policy):
     responses = lists(HFEngine(policy).generate(prompts(1)[:1] * 16, SAMPLING))
     assert len({tuple(response) for response in responses}) > 8
@@ -184,6 +190,33 @@ def test_a_rows_draws_do_not_depend_on_who_has_left(policy):
     whole = lists(HFEngine(policy).generate(prompts(), never))
     some = lists(HFEngine(policy).generate(prompts(), SAMPLING))
     assert all(one[: len(other)] == other for one, other in zip(whole, some, strict=True))
+
+
+def test_row_seeds_are_hashes_of_seed_prompt_and_sample():
+    seeds = row_seeds(7, 5, 3).reshape(5, 3)
+    assert seeds.dtype == np.uint64 and (seeds < 2**63).all() and len(np.unique(seeds)) == 15
+    np.testing.assert_array_equal(seeds[:2, :1].ravel(), row_seeds(7, 2))
+    assert not np.isin(row_seeds(8, 5, 3), seeds).any()
+    # A seed of two 32-bit words does not run into the prompt's place.
+    assert row_seeds(5 + (1 << 32), 1)[0] not in row_seeds(5, 3)
+    assert seeds[1, 2] == np.random.SeedSequence(7, spawn_key=(1, 2)).generate_state(1, np.uint64)[0] >> np.uint64(1)
+
+
+def test_uniforms_are_each_rows_own_stream():
+    seeds = row_seeds(3, 400)
+    drawn = uniforms(seeds, 50)
+    np.testing.assert_array_equal(uniforms(seeds[[7, 2]], 9), drawn[[7, 2], :9])
+    assert 0 <= drawn.min() and drawn.max() < 1 and abs(drawn.mean() - 0.5) < 4 / np.sqrt(12 * drawn.size)
+    assert abs(np.corrcoef(drawn[:-1].ravel(), drawn[1:].ravel())[0, 1]) < 4 / np.sqrt(drawn.size)
+
+
+@pytest.mark.parametrize("leaves", [[], [0], [4], [1, 3], [0, 1, 2], [0, 1, 2, 3, 4]])
+def test_as_few_rows_as_possible_move_when_others_leave(leaves):
+    going_on = ~np.isin(np.arange(5), leaves)
+    rows = fill_holes(going_on)
+    assert sorted(rows) == np.flatnonzero(going_on).tolist()
+    assert (rows >= np.arange(len(rows))).all()
+    assert (rows != np.arange(len(rows))).sum() == (~going_on[: len(rows)]).sum()
 
 
 # The distribution that tokens are drawn from
@@ -211,6 +244,13 @@ def test_impossible_tokens_are_never_drawn(uniform, possible):
     assert token.item() in possible
 
 
+def test_drawn_tokens_come_with_their_log_probabilities():
+    logits = torch.tensor([[0.0, 1.0, -torch.inf], [2.0, 0.0, 0.0]])
+    tokens, logprobs = draw_tokens(logits, torch.tensor([0.5, 0.1]), 1.0)
+    assert tokens.tolist() == [1, 0]
+    assert logprobs.tolist() == pytest.approx([-np.log1p(np.exp(-1)), -np.log(1 + 2 * np.exp(-2))], abs=1e-6)
+
+
 def test_temperature_zero_takes_the_most_likely():
     logits = torch.tensor([[0.0, 3.0, 1.0], [5.0, 3.0, 1.0]])
     assert sample_tokens(logits, torch.tensor([0.99, 0.99]), 0.0).tolist() == [1, 0]
@@ -227,7 +267,7 @@ def chi_square(counts, probabilities):
 def test_frequencies_are_those_of_the_policys_temperature(tiny_model, engine):
     policy = LanguageModelPolicy.from_pretrained(tiny_model, lora_rank=4, temperature=0.6)
     prompt = prompts(1)[1]
-    draws = 128 * 24  # whole blocks
+    draws = 3000
     sampling = Sampling(max_tokens=1, stop_ids=(), temperature=0.6, seed=0)
     responses = engine(policy).generate([prompt] * draws, sampling).responses
     counts = np.bincount(np.concatenate(responses), minlength=NAMED)

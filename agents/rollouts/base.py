@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from textenv.agents.policy import Policy, arithmetic, device_of, temperature_of
+from textenv.agents.rollouts.seeds import row_seeds, uniforms
 from textenv.agents.types import Generation, Sampling
 from textenv.lm.logprobs import forbid
 from textenv.packed_masks import concatenated
@@ -21,7 +22,10 @@ class Engine(Protocol):
     """Writes responses with the policy's current weights."""
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Generation:
-        """One response per prompt (lists of token ids, not empty)."""
+        """Write `sampling.samples_per_prompt` responses to each prompt (lists of token ids, not empty).
+
+        What a row draws depends on (`sampling.seed`, its prompt's place, its sample's number) alone, see `row_seeds`.
+        """
         ...
 
     def sync(self, policy: Any) -> None:
@@ -50,14 +54,25 @@ def sample_tokens(logits: Tensor, uniforms: Tensor, temperature: float) -> Tenso
         uniforms: (B,) in [0, 1).
         temperature: 0, or anything else.
     """
+    return draw_tokens(logits, uniforms, temperature)[0]
+
+
+def draw_tokens(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Tokens (B,) as `sample_tokens` draws them, and their log-probabilities (B,), float32, without a second pass.
+
+    At temperature 0 these are the log-probabilities that the most likely tokens have under the logits' distribution.
+    """
+    probabilities = torch.softmax(logits.float(), -1)
     if temperature == 0:
-        return logits.argmax(-1)
-    cumulative = torch.softmax(logits.float(), -1).cumsum(-1)
-    # The last entry is 1 up to rounding; scaling by it keeps the draw inside the vocabulary.
-    wanted = uniforms[:, None].to(cumulative.dtype) * cumulative[:, -1:]
-    drawn = torch.searchsorted(cumulative, wanted, right=True).squeeze(-1)
-    last_possible = logits.shape[-1] - 1 - torch.isfinite(logits).flip(-1).int().argmax(-1)
-    return torch.minimum(drawn, last_possible)
+        likeliest, tokens = probabilities.max(-1)
+        return tokens, likeliest.log()
+    cumulative = probabilities.cumsum(-1)
+    total = cumulative[:, -1:]  # 1 up to rounding
+    # Below the total there is a first entry beyond, and it is beyond because its own probability is not 0.
+    below = torch.nextafter(total, torch.zeros_like(total))
+    wanted = torch.minimum(uniforms[:, None].to(total.dtype) * total, below)
+    tokens = torch.searchsorted(cumulative, wanted, right=True)
+    return tokens.squeeze(-1), probabilities.gather(-1, tokens).squeeze(-1).log()
 
 
 def left_pad(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -75,52 +90,113 @@ class Recorder:
     """Collects B responses token by token, and knows which rows still write.
 
     Args:
-        rows: B.
-        sampling: stop ids, budget, seed and constraint.
+        sampling: stop ids, budget and constraint.
+        seeds: (B,) of the rows, see `row_seeds`.
         device: of the tokens.
         prompts: the B prompts, for the constraint.
     """
 
     def __init__(
-        self, rows: int, sampling: Sampling, device: torch.device, prompts: Sequence[Sequence[int]] = ()
+        self,
+        sampling: Sampling,
+        seeds: NDArray[np.uint64],
+        device: torch.device,
+        prompts: Sequence[Sequence[int]] = (),
     ) -> None:
+        rows = len(seeds)
         self.sampling = sampling
         self._masks = None if sampling.constraint is None else StepMasks(sampling.constraint, prompts)
-        self.live = torch.arange(rows, device=device)
-        self._stops = torch.tensor(sampling.stop_ids, dtype=torch.long, device=device)
-        self._tokens: list[list[int]] = [[] for _ in range(rows)]
-        self._generator = torch.Generator().manual_seed(sampling.seed)
+        self.live = np.arange(rows)
+        self._stops = np.array(sampling.stop_ids, dtype=np.int64)
+        self._tokens = np.zeros((rows, sampling.max_tokens), dtype=np.int64)
+        self._logprobs = np.zeros((rows, sampling.max_tokens), dtype=np.float32)
+        self._lengths = np.zeros(rows, dtype=np.int64)
+        self._uniforms = torch.as_tensor(uniforms(seeds, sampling.max_tokens), device=device)
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Draw and record a token for each live row.
+        """Draw and record a token for each row of `live`, whose order is that of the logits (n, V).
 
         Returns:
-            tokens (b,) of the rows that go on, and their indices among the rows that `logits` (live, V) had.
+            tokens (m,) of the rows that go on, and which of the n they were (m,). Rows stay where they are or fill
+            the place of one that ended, see `fill_holes`; `live` follows.
         """
-        live = self.live.cpu().numpy()
+        live, step = self.live, int(self._lengths[self.live[0]])
         if self._masks is not None:
             logits = forbid(logits, self._masks.next_masks()[live])
-        uniforms = torch.rand(len(self._tokens), generator=self._generator, dtype=torch.float64).to(logits.device)
-        tokens = sample_tokens(logits, uniforms[self.live], self.sampling.temperature)
-        for row, token in zip(live.tolist(), tokens.tolist(), strict=True):
-            self._tokens[row].append(token)
+        numbers = self._uniforms[torch.as_tensor(live, device=logits.device), step]
+        drawn, logprobs = draw_tokens(logits, numbers, self.sampling.temperature)
+        tokens: NDArray[np.int64] = drawn.cpu().numpy()
+        self._tokens[live, step], self._logprobs[live, step] = tokens, logprobs.cpu().numpy()
+        self._lengths[live] = step + 1
         if self._masks is not None:
-            self._masks.append(live, tokens.cpu().numpy())
-        going_on = torch.nonzero(~torch.isin(tokens, self._stops)).squeeze(-1)
-        self.live = self.live[going_on]
-        return tokens[going_on], going_on
+            self._masks.append(live, tokens)
+        kept = fill_holes(~np.isin(tokens, self._stops))
+        self.live = live[kept]
+        index = torch.as_tensor(kept, device=logits.device)
+        return drawn[index], index
 
     def generation(self) -> Generation:
         """What has been written."""
-        responses: list[NDArray[np.int64]] = [np.array(tokens, dtype=np.int64) for tokens in self._tokens]
-        return Generation(responses, None if self._masks is None else self._masks.response_masks())
+        ends = list(enumerate(self._lengths.tolist()))
+        return Generation(
+            [self._tokens[row, :end].copy() for row, end in ends],
+            None if self._masks is None else self._masks.response_masks(),
+            [self._logprobs[row, :end].copy() for row, end in ends],
+        )
 
 
-def joined(parts: Sequence[Generation]) -> Generation:
-    """Generations of blocks of prompts as one."""
-    masks = [part.action_masks for part in parts if part.action_masks is not None]
+def fill_holes(going_on: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Which of n rows stands at each of the first places when some leave, and as few as possible move.
+
+    Example:
+        >>> fill_holes(np.array([True, False, True, True])).tolist()
+        [0, 3, 2]
+    """
+    count = int(going_on.sum())
+    rows = np.arange(count)
+    rows[~going_on[:count]] = count + np.flatnonzero(going_on[count:])
+    return rows
+
+
+def repeated(prompts: Sequence[Sequence[int]], samples: int) -> list[Sequence[int]]:
+    """Each prompt as often as it is answered, one behind the other."""
+    return [prompt for prompt in prompts for _ in range(samples)]
+
+
+def check_prompts(prompts: Sequence[Sequence[int]], samples: int) -> None:
+    """Refuse what nothing can be generated from.
+
+    Raises:
+        ValueError: no prompts, one without tokens, or fewer than one sample of each.
+    """
+    if not len(prompts) or samples < 1:
+        raise ValueError(
+            f"An engine should be given at least 1 prompt and 1 sample of each, got {len(prompts)} and {samples}."
+        )
+    empty = [row for row, prompt in enumerate(prompts) if not len(prompt)]
+    if empty:
+        raise ValueError(
+            f"Every prompt should have at least one token, got none in prompt {empty[0]}. Nothing can be predicted "
+            "from nothing; begin with the model's BOS."
+        )
+
+
+def joined(parts: Sequence[Generation], order: NDArray[np.int64]) -> Generation:
+    """Generations of blocks of rows as one.
+
+    Args:
+        parts: one after the other.
+        order: (B,), the place that each row of theirs shall have.
+    """
+    back = np.argsort(order)
     responses = [response for part in parts for response in part.responses]
-    return Generation(responses, concatenated(masks) if masks else None)
+    logprobs = [logprobs for part in parts for logprobs in part.logprobs or ()]
+    masks = [part.action_masks for part in parts if part.action_masks is not None]
+    return Generation(
+        [responses[row] for row in back],
+        concatenated(masks)[back] if masks else None,
+        [logprobs[row] for row in back],
+    )
 
 
 class StepwiseEngine:
@@ -133,8 +209,11 @@ class StepwiseEngine:
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Generation:
         """See `Engine.generate`."""
         check_temperature(self.policy, sampling)
-        ids, mask = left_pad(prompts, device_of(self.policy))
-        recorder = Recorder(len(prompts), sampling, ids.device, prompts)
+        check_prompts(prompts, sampling.samples_per_prompt)
+        rows = repeated(prompts, sampling.samples_per_prompt)
+        ids, mask = left_pad(rows, device_of(self.policy))
+        seeds = row_seeds(sampling.seed, len(prompts), sampling.samples_per_prompt)
+        recorder = Recorder(sampling, seeds, ids.device, rows)
         for _ in range(sampling.max_tokens):
             with arithmetic(self.policy):
                 logits = self.policy.next_logits(ids, mask)
