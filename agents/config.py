@@ -30,9 +30,19 @@ class PPOConfig:
     num_minibatches: int = 1
     """Optimiser steps per pass. With 1 the first pass of each iteration starts from ratios of exactly 1."""
 
-    micro_batch_size: int | None = None
-    """Episodes that go through the policy at once; gradients accumulate over a minibatch. None: all of them. It changes
-    memory and speed, not the gradient: denominators are those of the minibatch."""
+    micro_batch_tokens: int | None = None
+    """Tokens, prompts included, that go through the policy at once, rows of like length together; gradients accumulate
+    over a minibatch. It changes memory and speed, not the gradient: denominators are those of the minibatch. None: what
+    suits the policy, 512 for a language model on a CPU and 16,384 on a GPU, everything for others."""
+
+    logprobs_from: Literal["trainer", "engine"] = "trainer"
+    """Whose log-probabilities of the sampled tokens count as those of the policy that wrote them. ``"engine"`` takes
+    over what the engine reports, saves the output head's part of a pass before the update (all of it where the value
+    network is separate), and corrects for the gap between the two with a truncated importance weight, see
+    `textenv.agents.mismatch`. The gap is logged either way."""
+
+    importance_clip: float = 2.0
+    """With ``logprobs_from="engine"``: the largest importance weight."""
 
     learning_rate: float = 3e-4
     """Of AdamW. 1e-4 to 1e-3 suits adapters and small policies, 1e-6 to 1e-5 all weights of a language model."""
@@ -111,9 +121,9 @@ class PPOConfig:
 
     def __post_init__(self) -> None:
         """Check every field."""
-        for name in ("episodes_per_iteration", "epochs", "num_minibatches", "micro_batch_size", "ptx_batch_size"):
+        for name in ("episodes_per_iteration", "epochs", "num_minibatches", "micro_batch_tokens", "ptx_batch_size"):
             value = getattr(self, name)
-            optional = name in ("episodes_per_iteration", "micro_batch_size")
+            optional = name in ("episodes_per_iteration", "micro_batch_tokens")
             whole = isinstance(value, int) and not isinstance(value, bool)
             if not (value is None and optional) and not (whole and value >= 1):
                 raise ValueError(
@@ -147,6 +157,8 @@ class PPOConfig:
                 raise ValueError(f"`{name}` should be True or False, got {getattr(self, name)!r}.")
         if self.loss_mode not in LOSS_MODES:
             raise ValueError(f"`loss_mode` should be one of {LOSS_MODES}, got {self.loss_mode!r}.")
+        if self.logprobs_from not in ("trainer", "engine"):
+            raise ValueError(f"`logprobs_from` should be 'trainer' or 'engine', got {self.logprobs_from!r}.")
         if self.lr_schedule not in ("constant", "linear"):
             raise ValueError(f"`lr_schedule` should be 'constant' or 'linear', got {self.lr_schedule!r}.")
 
@@ -156,6 +168,11 @@ class PPOConfig:
             raise ValueError(
                 f"`dual_clip` should be above 1 or None, got {self.dual_clip!r}: bad tokens would be left as likely as "
                 "they were. 3 is the published value."
+            )
+        if not self._is_number("importance_clip") or self.importance_clip < 1:
+            raise ValueError(
+                f"`importance_clip` should be a number of at least 1, got {self.importance_clip!r}: even tokens on "
+                "which engine and trainer agree would weigh less. 2 is the published value."
             )
         if self.kl_loss_estimator not in KL_LOSS_ESTIMATORS:
             raise ValueError(

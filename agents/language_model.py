@@ -26,9 +26,15 @@ from textenv.agents.types import PolicyOutput
 from textenv.agents.value_models import Adapters, ValueHead, ValueKind, ValueNetwork, build_value
 from textenv.lm import LanguageModel, TextTokenizer, load_causal_lm, load_tokenizer, resolve
 from textenv.lm.adapters import AdapterFree, add_lora, round_frozen_layers
+from textenv.lm.layers import checkpoint_layers, compile_layers
+from textenv.lm.offload import Offloaded
 from textenv.lm.precision import precision
 from textenv.lm.stepping import Stepper
 from textenv.packed_masks import PackedMasks
+
+TRAINED_TOKENS = {"cpu": 512, "cuda": 16384}
+"""Tokens of a pass with gradient: bounds activations, some 70 kB per token and layer where H is 576. More at once is no
+faster on a CPU."""
 
 
 class LanguageModelPolicy(nn.Module):
@@ -72,6 +78,9 @@ class LanguageModelPolicy(nn.Module):
         reward_model: RewardSource = None,
         device: str = "cpu",
         dtype: str = "float32",
+        checkpointing: bool = False,
+        compiled: bool = False,
+        offload: bool = False,
         seed: int = 0,
     ) -> LanguageModelPolicy:
         """Load a causal language model to be trained.
@@ -91,6 +100,11 @@ class LanguageModelPolicy(nn.Module):
             dtype: arithmetic, ``"float32"`` or ``"bfloat16"``. Weights that train stay in float32 either way. There is
                 no float16: its gradients underflow without loss scaling, which skips steps now and then, and its
                 log-probabilities overflow where those of bfloat16, with float32's range, do not.
+            checkpointing: keep one hidden state per layer for the backward pass and compute the rest again there: a
+                third more computation for a fraction of the memory.
+            compiled: run the layers through `torch.compile`; the first pass takes a minute or so.
+            offload: let the frozen copy that full training has as its reference rest in main memory, and come to the
+                device for its pass. With adapters there is no copy, and on a CPU nothing moves.
             seed: of the adapters' start; the process's random state is left alone.
 
         Raises:
@@ -115,11 +129,16 @@ class LanguageModelPolicy(nn.Module):
         value_parts = build_value(value, start, lm, adapters)
         reference: LanguageModel
         if adapters is None:
-            reference = LanguageModel(copy.deepcopy(module), **common)
+            reference = (Offloaded if offload else LanguageModel)(copy.deepcopy(module), **common)
             module.requires_grad_(True)
         else:
             add_lora(module, adapters.rank, adapters.alpha, adapters.seed)
             reference = AdapterFree(module, **common)
+        for trained in (module, *(part.trunk for part in value_parts[1:] if part is not None)):
+            if checkpointing:
+                checkpoint_layers(trained)
+            if compiled:
+                compile_layers(trained)
         settings = {
             "model": os.fspath(model),
             "lora_rank": lora_rank,
@@ -129,6 +148,9 @@ class LanguageModelPolicy(nn.Module):
             "reward_model": nameable(reward_model),
             "device": device,
             "dtype": dtype,
+            "checkpointing": checkpointing,
+            "compiled": compiled,
+            "offload": offload,
             "seed": seed,
         }
         return cls(lm, reference, tokenizer, settings, *value_parts)
@@ -137,6 +159,11 @@ class LanguageModelPolicy(nn.Module):
     def temperature(self) -> float:
         """Of the sampling distribution."""
         return self.lm.temperature
+
+    @property
+    def tokens_per_pass(self) -> int:
+        """How many tokens suit a pass that keeps its activations."""
+        return TRAINED_TOKENS.get(self.lm.device.type, 16384)
 
     def train(self, mode: bool = True) -> LanguageModelPolicy:  # noqa: ARG002 - torch's signature
         """Stay in evaluation mode: dropout would make ratios differ from 1 before anything was learned."""
@@ -167,10 +194,22 @@ class LanguageModelPolicy(nn.Module):
         logprobs, entropies = self.lm.read_response(
             hidden, input_ids, attention_mask, response_tokens, entropy_grad=entropy_grad, action_masks=action_masks
         )
-        states = hidden if self.value_network is None else self.value_network(input_ids, attention_mask)
-        values = self.value_head(states[:, -response_tokens - 1 : -1])
-        values = torch.where(attention_mask[:, -response_tokens:].bool(), values, torch.zeros_like(values))
+        values = self.response_values(input_ids, attention_mask, response_tokens, hidden)
         return PolicyOutput(logprobs, values, entropies)
+
+    def response_values(
+        self, input_ids: Tensor, attention_mask: Tensor, response_tokens: int, hidden: Tensor | None = None
+    ) -> Tensor:
+        """The values (B, T) of `evaluate` alone: no output head, and no pass of the policy where a network has its own.
+
+        `hidden` (B, L, H) are the policy's hidden states where they are at hand.
+        """
+        if self.value_network is not None:
+            hidden = self.value_network(input_ids, attention_mask)
+        elif hidden is None:
+            hidden = self.lm.hidden_states(input_ids, attention_mask)
+        values: Tensor = self.value_head(hidden[:, -response_tokens - 1 : -1])
+        return torch.where(attention_mask[:, -response_tokens:].bool(), values, torch.zeros_like(values))
 
     def response_distributions(
         self, input_ids: NDArray[Any], attention_mask: NDArray[Any], response_tokens: int

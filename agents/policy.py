@@ -26,7 +26,8 @@ class Policy(Protocol):
     Optional, used where they exist: ``temperature`` (a float, 1 where absent), ``reference`` (log-probabilities of the
     policy that training starts from, see `textenv.task.LogprobModel`), ``engine()`` (a faster way to write responses),
     ``stepper()`` (the same distributions for rows that grow token by token, see `textenv.lm.stepping.Stepper`),
-    ``arithmetic()`` (a context for the precision of passes).
+    ``arithmetic()`` (a context for the precision of passes), ``response_values(input_ids, attention_mask, T)`` (the
+    values of `evaluate` alone, cheaper), ``tokens_per_pass`` (how many tokens suit one pass; all where absent).
     """
 
     def evaluate(self, input_ids: Tensor, attention_mask: Tensor, response_tokens: int) -> PolicyOutput:

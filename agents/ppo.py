@@ -28,13 +28,15 @@ from textenv.agents.agent import Agent
 from textenv.agents.config import PPOConfig
 from textenv.agents.kl_loss import kl_loss
 from textenv.agents.losses import Counts, aggregate, clipped_policy_loss, clipped_value_loss, log_ratio
+from textenv.agents.micro_batches import micro_batches, token_budget
+from textenv.agents.mismatch import Proximal
 from textenv.agents.option_checks import check_options
 from textenv.agents.policy import Policy, arithmetic, device_of, masks_argument
 from textenv.agents.ptx import PretrainingTexts, ptx_losses
-from textenv.agents.rollouts.collect import by_length, collect
-from textenv.agents.start_check import check_ratios, check_reference
+from textenv.agents.rollouts.collect import collect
+from textenv.agents.start_check import check_engine, check_ratios, check_reference
 from textenv.agents.stats import UpdateStats, iteration_stats
-from textenv.agents.types import IterationStats, Rollout
+from textenv.agents.types import IterationStats, PolicyOutput, Rollout
 from textenv.layers import reference_of
 from textenv.replay import text_envs
 
@@ -83,8 +85,9 @@ class PPO(Agent):
         """One iteration: collect, then optimise."""
         if hasattr(self.policy, "eval"):
             self.policy.eval()  # dropout off, in rollouts and updates alike
-        rollout = self.rollout()
-        if self.iteration == 0 and self.config.check_start:
+        check = self.iteration == 0 and self.config.check_start
+        rollout = self.rollout(keep_graph=not check)  # the check compares two passes
+        if check:
             check_reference(self.policy, reference_of(self.policy, self.envs), rollout)
         start = time.perf_counter()
         learning_rate = self._set_learning_rate()
@@ -102,8 +105,13 @@ class PPO(Agent):
             learning_rate=learning_rate,
         )
 
-    def rollout(self) -> Rollout:
-        """Steps 1 to 5: finished episodes with advantages."""
+    def rollout(self, keep_graph: bool = False) -> Rollout:
+        """Steps 1 to 5: finished episodes with advantages.
+
+        Args:
+            keep_graph: where the batch is one micro-batch, keep the graph of the policy's pass over it in
+                `Rollout.first_pass`, so that `optimise` need not do it again.
+        """
         config, device = self.config, device_of(self.policy)
         episodes = collect(
             self.policy,
@@ -112,13 +120,16 @@ class PPO(Agent):
             episodes=self.batch_size,
             seed=training.derive_seed(self.seed, self.iteration),
             env_seed=self.seed if self.iteration == 0 else None,
-            micro_batch_size=config.micro_batch_size,
+            micro_batch_tokens=token_budget(self.policy, config.micro_batch_tokens),
+            logprobs_from=config.logprobs_from,
+            with_gradient=self._evaluate_options() if keep_graph and config.num_minibatches == 1 else None,
         )
         replayed = episodes.replayed
         kept = ~np.isnan(replayed.scores)  # dropped samples take part in nothing
         response_mask = torch.as_tensor(replayed.response_mask & kept[:, None], device=device)
         rewards = torch.as_tensor(replayed.rewards, dtype=torch.float32, device=device)
-        values = episodes.output.values
+        output = episodes.output
+        values = output.values.detach()
         advantages, returns = gae(rewards, values, response_mask, config.gamma, config.gae_lambda)
         if config.whiten_advantages:
             advantages = whiten(advantages, response_mask)
@@ -126,7 +137,7 @@ class PPO(Agent):
             input_ids=torch.as_tensor(replayed.input_ids, device=device),
             attention_mask=torch.as_tensor(replayed.attention_mask, device=device),
             response_mask=response_mask,
-            logprobs=episodes.output.logprobs,
+            logprobs=episodes.logprobs,
             ref_logprobs=episodes.ref_logprobs,
             values=values,
             rewards=rewards,
@@ -138,31 +149,46 @@ class PPO(Agent):
             responses=episodes.responses,
             seconds=episodes.seconds,
             action_masks=episodes.action_masks,
+            engine_logprobs=episodes.engine_logprobs,
+            first_pass=output if output.logprobs.requires_grad else None,
         )
 
     def optimise(self, rollout: Rollout) -> UpdateStats:
         """Step 6: epochs of minibatches over the batch, until `target_kl` says that it is enough."""
-        stats = UpdateStats(self.config.clip_range, self.config.clip_range_high)
+        config = self.config
+        stats = UpdateStats(config.clip_range, config.clip_range_high)
+        proximal = Proximal(rollout, config.importance_clip if config.logprobs_from == "engine" else None)
         count = len(rollout.input_ids)
-        for epoch in range(self.config.epochs):
+        for epoch in range(config.epochs):
             order = torch.randperm(count, generator=self.generator)
-            for number, index in enumerate(order.tensor_split(min(self.config.num_minibatches, count))):
-                first = self.iteration == 0 and epoch == 0 and number == 0 and self.config.check_start
-                self._update(rollout, index.to(rollout.input_ids.device), stats, check=first)
+            for number, index in enumerate(order.tensor_split(min(config.num_minibatches, count))):
+                begins = epoch == 0 and number == 0
+                self._update(rollout, index.to(rollout.input_ids.device), proximal, stats, begins)
                 if stats.early_stop:
-                    return stats
+                    break
+            if stats.early_stop:
+                break
+        stats.mismatch = proximal.figures()
         return stats
 
-    def _update(self, rollout: Rollout, index: Tensor, stats: UpdateStats, check: bool) -> None:
+    def _update(self, rollout: Rollout, index: Tensor, proximal: Proximal, stats: UpdateStats, begins: bool) -> None:
         """One optimiser step on the episodes at `index`, in micro-batches with the minibatch's own denominators."""
         config = self.config
         counts = Counts.of(rollout.response_mask[index])
         if counts.tokens == 0:
             return
         self.optimizer.zero_grad(set_to_none=True)
-        for rows in by_length(rollout.attention_mask, index).split(config.micro_batch_size or len(index)):
+        done = rollout.first_pass if begins else None
+        budget = token_budget(self.policy, config.micro_batch_tokens)
+        blocks = micro_batches(rollout.attention_mask, index, budget) if done is None else [index.sort().values]
+        for rows in blocks:
+            batch = rollout.rows(rows)
             with arithmetic(self.policy):
-                self._loss(rollout.rows(rows), counts, stats, check).backward()
+                output = done or self._evaluate(batch)
+                old_logprobs, weights = proximal.of(rows, output.logprobs)
+                if begins and self.iteration == 0 and config.check_start:
+                    self._check_start(batch, output, old_logprobs)
+                self._loss(batch, output, old_logprobs, weights, counts, stats).backward()
         if config.target_kl is not None and stats.minibatch_kl > 1.5 * config.target_kl:
             self.optimizer.zero_grad(set_to_none=True)
             stats.stop()
@@ -177,24 +203,41 @@ class PPO(Agent):
         stats.add_grad_norm(float(norm))
         self.optimizer.step()
 
-    def _loss(self, batch: Rollout, counts: Counts, stats: UpdateStats, check: bool) -> Tensor:
+    def _evaluate_options(self) -> dict[str, Any]:
+        return {"entropy_grad": True} if self.config.entropy_coef else {}
+
+    def _evaluate(self, batch: Rollout) -> PolicyOutput:
+        """The policy's view of the episodes, with gradient."""
+        asked = self._evaluate_options() | masks_argument(batch.action_masks)
+        return self.policy.evaluate(batch.input_ids, batch.attention_mask, batch.response_tokens, **asked)
+
+    def _check_start(self, batch: Rollout, output: PolicyOutput, old_logprobs: Tensor) -> None:
+        """Before the first step: ratios are 1, and the engine wrote from the policy's distribution."""
+        check_ratios(self.policy, log_ratio(output.logprobs, old_logprobs, batch.response_mask), batch.response_mask)
+        check_engine(self.policy, old_logprobs, batch.engine_logprobs, batch.response_mask)
+
+    def _loss(
+        self,
+        batch: Rollout,
+        output: PolicyOutput,
+        old_logprobs: Tensor,
+        weights: Tensor | None,
+        counts: Counts,
+        stats: UpdateStats,
+    ) -> Tensor:
         """Policy loss + vf_coef * value loss - entropy_coef * entropy + kl_loss_coef * KL, of this micro-batch.
 
-        Each is its share of the minibatch's mean.
+        Each is its share of the minibatch's mean. `weights` are the importance weights of the policy loss.
         """
         config, mask = self.config, batch.response_mask
-        asked: dict[str, Any] = {"entropy_grad": True} if config.entropy_coef else {}
-        asked |= masks_argument(batch.action_masks)
-        output = self.policy.evaluate(batch.input_ids, batch.attention_mask, batch.response_tokens, **asked)
-        logratio = log_ratio(output.logprobs, batch.logprobs, mask)
-        if check:
-            check_ratios(self.policy, logratio, mask)
+        logratio = log_ratio(output.logprobs, old_logprobs, mask)
 
         def mean(x: Tensor) -> Tensor:
             return aggregate(x, mask, config.loss_mode, counts)
 
         clipping = config.clip_range, config.clip_range_high, config.dual_clip
-        policy_loss = mean(clipped_policy_loss(output.logprobs, batch.logprobs, batch.advantages, mask, *clipping))
+        losses_of_policy = clipped_policy_loss(output.logprobs, old_logprobs, batch.advantages, mask, *clipping)
+        policy_loss = mean(losses_of_policy if weights is None else weights * losses_of_policy)
         value_loss = mean(clipped_value_loss(output.values, batch.values, batch.returns, mask, config.clip_range_vf))
         loss = policy_loss + config.vf_coef * value_loss
         losses = {"policy_loss": policy_loss, "value_loss": value_loss}
@@ -213,6 +256,6 @@ class PPO(Agent):
             return
         texts = self.pretraining.draw(self.config.ptx_batch_size, self.generator)
         with arithmetic(self.policy):
-            for loss in ptx_losses(self.policy, *texts, self.config.micro_batch_size):
+            for loss in ptx_losses(self.policy, *texts, token_budget(self.policy, self.config.micro_batch_tokens)):
                 (self.config.ptx_coef * loss).backward()
                 stats.add_loss("ptx_loss", loss)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from textenv.agents.losses import Counts, aggregate
+from textenv.agents.micro_batches import micro_batches
 from textenv.agents.policy import Policy, device_of
-from textenv.agents.rollouts.collect import by_length
 from textenv.prompts import encode_prompt
 
 
@@ -83,7 +83,7 @@ class PretrainingTexts:
 
 
 def ptx_losses(
-    policy: Policy, input_ids: Tensor, attention_mask: Tensor, micro_batch_size: int | None = None
+    policy: Policy, input_ids: Tensor, attention_mask: Tensor, micro_batch_tokens: int | None = None
 ) -> Iterator[Tensor]:
     """-mean log pi(x_t | x_<t) over all tokens but each text's first, in shares per micro-batch that add up to it.
 
@@ -93,7 +93,7 @@ def ptx_losses(
         policy: is asked for its log-probabilities, with their gradient.
         input_ids: (B, L), padded on the right.
         attention_mask: (B, L).
-        micro_batch_size: texts that go through the policy at once; None: all of them.
+        micro_batch_tokens: tokens that go through the policy at once; None: all of them.
 
     Yields:
         Scalars in nats, whose sum is the loss. The whole batch's number of tokens is the denominator of each.
@@ -104,8 +104,8 @@ def ptx_losses(
     device = device_of(policy)
     input_ids, attention_mask = input_ids.to(device), attention_mask.to(device)
     counts = Counts.of(attention_mask[:, 1:].bool())
-    order = by_length(attention_mask, torch.arange(len(input_ids), device=device))
-    for rows in order.split(micro_batch_size or len(order)):
+    everything = torch.arange(len(input_ids), device=device)
+    for rows in micro_batches(attention_mask, everything, micro_batch_tokens):
         ids, mask = input_ids[rows], attention_mask[rows]
         output = policy.evaluate(ids, mask, ids.shape[1] - 1)
         loss = aggregate(-output.logprobs, mask[:, 1:].bool(), "token-mean", counts)

@@ -17,6 +17,9 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05}
 """Nats per token: of every token in float32, on average in bfloat16. There single tokens wander by 0.3 between batches
 of other shapes, but the average of SmolLM2 stays at 0.004; a reference at temperature 0.9 instead of 1 shows 0.2."""
 
+ENGINE_TOLERANCE = 0.05
+"""Nats per token on average, whatever the engine's precision: bfloat16 alone explains 0.02."""
+
 
 class StartError(RuntimeError):
     """The policy does not start at the reference, or its ratios do not start at 1."""
@@ -54,6 +57,24 @@ def check_ratios(policy: Any, logratio: Tensor, response_mask: Tensor) -> None:
             f"In the first minibatch every ratio should be 1, but log-ratios reach {gap:.3g}. The log-probabilities of "
             f"the rollout and of the update are not those of one distribution. {suspects(policy, None)} Clipping would "
             "then remove true gradients and keep false ones."
+        )
+
+
+def check_engine(policy: Any, logprobs: Tensor, engine_logprobs: Tensor | None, response_mask: Tensor) -> None:
+    """An engine must have written from the policy's own distribution.
+
+    Raises:
+        StartError: it reports other log-probabilities by more than precision explains.
+    """
+    if engine_logprobs is None or not response_mask.any():
+        return
+    gap = float((logprobs - engine_logprobs)[response_mask].abs().mean())
+    if not gap <= ENGINE_TOLERANCE:
+        raise StartError(
+            f"The engine should write from the policy's distribution, but its log-probabilities differ from the "
+            f"trainer's by {gap:.3g} nats per token on average. Likely causes: weights that were not synced, another "
+            f"temperature than the policy's {temperature_of(policy)}, sampling settings that the engine fills in by "
+            "itself, or a model that the engine computes differently. Training would learn from somebody else's text."
         )
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from textenv.agents.losses import approx_kl, explained_variance
+from textenv.agents.mismatch import MISMATCH
 from textenv.agents.types import IterationStats, Rollout, Sample
 from textenv.metrics import distinct_n
 
@@ -28,6 +29,8 @@ class UpdateStats:
         self.clip_range = clip_range, clip_range if clip_range_high is None else clip_range_high
         self.grad_norms: list[float] = []
         self.early_stop = False
+        self.mismatch: dict[str, float] = dict.fromkeys(MISMATCH, math.nan)
+        """Trainer against engine, see `textenv.agents.mismatch`."""
         self._losses = dict.fromkeys(("policy_loss", "value_loss", "kl_loss", "ptx_loss"), 0.0)
         self._seen: set[str] = set()
         self._logratios: list[Tensor] = []
@@ -72,6 +75,7 @@ class UpdateStats:
         return {
             **means,
             **self._token_figures(),
+            **self.mismatch,
             "grad_norm": sum(self.grad_norms) / steps if steps else math.nan,
             "updates": steps,
             "early_stop": int(self.early_stop),

@@ -27,6 +27,7 @@ from rich.table import Table
 
 import textenv  # noqa: F401 - registers RLHF-v0
 from textenv.agents import PPO, LanguageModelPolicy, PPOConfig, attach
+from textenv.agents.rollouts import VLLMEngine
 from textenv.agents.rollouts.collect import Episodes, collect
 from textenv.lm.precision import fast_dtype
 from textenv.metrics import distinct_n
@@ -56,10 +57,13 @@ class Arguments:
     """Passes over each batch."""
     num_minibatches: int = 3
     """Optimiser steps per pass."""
-    micro_batch_size: int = 16
-    """Responses that go through the network at once."""
     gae_lambda: float = 0.95
     """Between one-step advantages and Monte Carlo returns."""
+    engine: Literal["hf", "vllm"] = "hf"
+    """Who writes: transformers, or vLLM (`make vllm` installs it)."""
+    layout: Literal["shared", "separate"] = "shared"
+    """shared: adapters, on one trunk for policy, reference, values and reward. separate: all weights of a policy and of
+    a value network beside a frozen reference, as in the papers; learning_rate must then be some 30 times smaller."""
     lora_rank: int = 16
     """Of the adapters."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
@@ -109,8 +113,13 @@ def main(arguments: Arguments) -> dict[str, Any]:
     }
     envs = gym.make_vec("RLHF-v0", num_envs=arguments.num_envs, **task)
     eval_envs = gym.make_vec("RLHF-v0", num_envs=arguments.eval_episodes, **task)
+    shared = arguments.layout == "shared"
     policy = LanguageModelPolicy.from_pretrained(
-        "smollm2-135m", lora_rank=arguments.lora_rank, dtype=dtype, seed=arguments.seed
+        "smollm2-135m",
+        lora_rank=arguments.lora_rank if shared else None,
+        value="trunk" if shared else "separate",
+        dtype=dtype,
+        seed=arguments.seed,
     )
     config = PPOConfig(
         learning_rate=arguments.learning_rate,
@@ -120,10 +129,10 @@ def main(arguments: Arguments) -> dict[str, Any]:
         gae_lambda=arguments.gae_lambda,
         clip_range=0.2,
         num_minibatches=arguments.num_minibatches,
-        micro_batch_size=arguments.micro_batch_size,
     )
     attach(policy, eval_envs)
-    agent = PPO(policy, envs, config, seed=arguments.seed)
+    engine = VLLMEngine(policy) if arguments.engine == "vllm" else None
+    agent = PPO(policy, envs, config, seed=arguments.seed, engine=engine)
 
     def measure() -> Report:
         count = arguments.eval_episodes
@@ -139,6 +148,7 @@ def main(arguments: Arguments) -> dict[str, Any]:
     with console.status("Measuring the trained policy ..."):
         after = measure()
     report = compare(before, after, seconds)
+    agent.engine.close()
     (folder / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     show(console, before, after, report)
     return report

@@ -47,7 +47,7 @@ class Adapters:
         return lm_envs(folder, 6, **STEERED)
 
     def agent(self, folder):
-        config = {"num_minibatches": 2, "epochs": 2, "micro_batch_size": 2, "learning_rate": 0.01}
+        config = {"num_minibatches": 2, "epochs": 2, "micro_batch_tokens": 18, "learning_rate": 0.01}
         return lm_agent(folder, self.envs(folder), self.lora_rank, temperature=0.8, seed=4, **config)
 
 
@@ -63,7 +63,7 @@ class Valued(Adapters):
 
     def agent(self, folder):
         policy = make_policy(folder, self.value, self.lora_rank, temperature=0.8, dtype=self.dtype)
-        config = PPOConfig(num_minibatches=2, epochs=2, micro_batch_size=2, learning_rate=0.01, lr_schedule="linear")
+        config = PPOConfig(num_minibatches=2, epochs=2, micro_batch_tokens=18, learning_rate=0.01, lr_schedule="linear")
         agent = PPO(policy, self.envs(folder), config, seed=4)
         agent.total_episodes = 48  # the schedule's end, as `learn` sets it
         return agent

@@ -109,6 +109,7 @@ def test_reward_model_and_reference_share_one_pass(tiny_model, lora_rank):
     policy = LanguageModelPolicy.from_pretrained(tiny_model, lora_rank=lora_rank)
     agent = PPO(policy, envs, seed=1)
     assert envs.unwrapped.task.scorer.trunk is policy.reference
+    agent.rollout()  # the first one also tries out what the model can do
     passes = []
     trunk = policy.reference.model.base_model
     hook = trunk.register_forward_hook(lambda _module, args, kwargs, _out: passes.append(kwargs), with_kwargs=True)

@@ -13,7 +13,9 @@ BAD = {
     "episodes_per_iteration": [0, -1, 1.0, True, "32"],
     "epochs": [0, -1, None, 2.0, True],
     "num_minibatches": [0, None, 1.5, "4"],
-    "micro_batch_size": [0, -8, 2.0, False],
+    "micro_batch_tokens": [0, -8, 2.0, False],
+    "logprobs_from": ["vllm", None, True],
+    "importance_clip": [0.99, 0, -2, NAN, INF, None, "2"],
     "learning_rate": [0, 0.0, -1e-3, NAN, INF, None, "1e-4", True],
     "lr_schedule": ["cosine", None, ""],
     "weight_decay": [-0.1, NAN, INF, None],
@@ -39,7 +41,9 @@ BAD = {
 ODD_BUT_GOOD = {
     "episodes_per_iteration": [1, None],
     "num_minibatches": [1, 1000],
-    "micro_batch_size": [1, None],
+    "micro_batch_tokens": [1, None],
+    "logprobs_from": ["trainer", "engine"],
+    "importance_clip": [1, 2.0, 10],
     "learning_rate": [1, 1e-9],
     "lr_schedule": ["constant", "linear"],
     "weight_decay": [0, 0.1],
@@ -100,6 +104,6 @@ def test_settings_survive_a_checkpoints_json():
     import json
 
     config = PPOConfig(
-        micro_batch_size=4, clip_range_vf=0.3, lr_schedule="linear", check_start=False, dual_clip=3, target_kl=0.1
+        micro_batch_tokens=64, clip_range_vf=0.3, lr_schedule="linear", check_start=False, dual_clip=3, target_kl=0.1
     )
     assert PPOConfig(**json.loads(json.dumps(dataclasses.asdict(config)))) == config

@@ -252,7 +252,7 @@ def constrained_lm_envs(folder, kind, **options):
 @pytest.mark.filterwarnings(CUT)
 def test_ppo_on_a_language_model_starts_at_ratio_one_and_kl_zero(folder, kind):
     """The checks of the start raise where rollout, reference and update are not of one distribution."""
-    agent = lm_agent(folder, envs=constrained_lm_envs(folder, kind), num_minibatches=2, micro_batch_size=3, epochs=1)
+    agent = lm_agent(folder, envs=constrained_lm_envs(folder, kind), num_minibatches=2, micro_batch_tokens=40, epochs=1)
     first, second = agent.step(), agent.step()
     assert first.kl == pytest.approx(0, abs=1e-3) and first.ratio_q50 == pytest.approx(1, abs=0.2)
     assert np.isfinite([second.kl, second.entropy, second.policy_loss]).all()

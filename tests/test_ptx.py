@@ -12,6 +12,7 @@ from agent_helpers import CUT, TOY, lm_envs, parameters, same, toy_agent, toy_en
 from lm_helpers import byte_tokenizer
 
 from textenv.agents import PPO, LanguageModelPolicy, PPOConfig, TablePolicy
+from textenv.agents.mismatch import Proximal
 from textenv.agents.policy import arithmetic
 from textenv.agents.ptx import PretrainingTexts, ptx_losses
 from textenv.agents.stats import UpdateStats
@@ -132,14 +133,14 @@ def test_loss_by_hand():
     assert abs(expected - by_text) > 0.05  # the mean over texts is another number
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 10])
-def test_shares_of_micro_batches_add_up(size):
+@pytest.mark.parametrize("budget, shares", [(1, 5), (7, 4), (12, 3), (20, 2), (35, 1)])
+def test_shares_of_micro_batches_add_up(budget, shares):
     batch = batch_of([3, 1], [0, 0, 2, 3], [1, 2, 3], [4, 4, 4, 4, 4, 4, 4], [2, 5])
     grads = []
-    for rows in (None, size):
+    for tokens in (None, budget):
         policy = table()
-        losses = list(ptx_losses(policy, *batch, rows))
-        assert len(losses) == (1 if rows is None else -(-5 // size))
+        losses = list(ptx_losses(policy, *batch, tokens))
+        assert len(losses) == (1 if tokens is None else shares)
         sum(losses).backward()
         grads.append((sum(losses).detach(), policy.logits.grad))
     for one, other in zip(*grads, strict=True):
@@ -236,15 +237,15 @@ def ptx_agent(policy=None, texts=([1, 3, 3, 3], [2, 3], [4, 3, 0]), envs=None, *
 
 
 def gradients_of(agent, rollout, index):
-    agent._update(rollout, index, stats := UpdateStats(0.2), check=False)
+    agent._update(rollout, index, Proximal(rollout, None), stats := UpdateStats(0.2), begins=False)
     return torch.cat(
         [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in agent.parameters]
     ), stats
 
 
-@pytest.mark.parametrize("micro_batch_size", [None, 2])
-def test_the_gradient_of_a_step_is_that_of_ppo_plus_ptx_coef_times_that_of_the_texts(micro_batch_size):
-    config = {"max_grad_norm": 1e9, "micro_batch_size": micro_batch_size}
+@pytest.mark.parametrize("micro_batch_tokens", [None, 18])
+def test_the_gradient_of_a_step_is_that_of_ppo_plus_ptx_coef_times_that_of_the_texts(micro_batch_tokens):
+    config = {"max_grad_norm": 1e9, "micro_batch_tokens": micro_batch_tokens}
     rollout = toy_agent(table(), check_start=False).rollout()
     index = torch.arange(9)
     plain, _ = gradients_of(toy_agent(table(), check_start=False, **config), rollout, index)
@@ -266,8 +267,8 @@ def test_the_gradient_of_a_step_is_that_of_ppo_plus_ptx_coef_times_that_of_the_t
 
 def test_micro_batches_bound_the_texts_at_once_too():
     policy = CarelessTable(TOY.reference_logits)
-    ptx_agent(policy, micro_batch_size=2, ptx_batch_size=5, epochs=1).step()
-    assert policy.rows[-3:] == (2, 2, 1) and max(policy.rows) == 2
+    ptx_agent(policy, micro_batch_tokens=1, ptx_batch_size=5, epochs=1).step()
+    assert policy.rows[-5:] == (1,) * 5
 
 
 def test_every_step_draws_anew_and_the_figure_is_their_mean(monkeypatch):
@@ -310,7 +311,9 @@ def test_language_models_hold_on_to_their_texts(tiny_model):
     losses = []
     for coef in (0.0, 1.0):
         policy = LanguageModelPolicy.from_pretrained(tiny_model, lora_rank=4)
-        config = PPOConfig(ptx_coef=coef, ptx_batch_size=4, ptx_max_tokens=12, learning_rate=0.01, micro_batch_size=3)
+        config = PPOConfig(
+            ptx_coef=coef, ptx_batch_size=4, ptx_max_tokens=12, learning_rate=0.01, micro_batch_tokens=40
+        )
         agent = PPO(policy, lm_envs(tiny_model), config, pretraining_texts=TEXTS if coef else None)
         texts = PretrainingTexts(TEXTS, policy.tokenizer, policy.lm.vocab_size, 12)
         batch = texts.draw(20, generator(7))

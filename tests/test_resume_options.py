@@ -24,7 +24,7 @@ OPTIONS = {
     "ptx_batch_size": 3,
     "ptx_max_tokens": 8,
     "num_minibatches": 2,
-    "micro_batch_size": 5,
+    "micro_batch_tokens": 40,
     "lr_schedule": "linear",
 }
 
@@ -123,7 +123,7 @@ def test_checkpoints_from_before_there_were_texts_are_read(tmp_path):
     folder = saved(tmp_path, texts=None)
     state = json.loads((folder / "state.json").read_text())
     assert state.pop("data") == {}
-    for name in set(OPTIONS) - {"num_minibatches", "micro_batch_size", "lr_schedule"}:
+    for name in set(OPTIONS) - {"num_minibatches", "micro_batch_tokens", "lr_schedule"}:
         del state["config"][name]
     (folder / "state.json").write_text(json.dumps(state))
     assert load(folder).config == PPOConfig()

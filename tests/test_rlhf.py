@@ -98,7 +98,7 @@ class TestDefault:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_start_check_tells_a_wrong_temperature_from_rounding(dtype):
     envs = gym.make_vec("RLHF-v0", num_envs=16, dtype=dtype, max_response_tokens=12)
-    agent = PPO(LanguageModelPolicy.from_pretrained(dtype=dtype, lora_rank=2), envs, PPOConfig(micro_batch_size=4))
+    agent = PPO(LanguageModelPolicy.from_pretrained(dtype=dtype, lora_rank=2), envs, PPOConfig(micro_batch_tokens=64))
     rollout = agent.rollout()
     check_reference(agent.policy, agent.policy.reference, rollout)
     agent.policy.reference.temperature = 0.9

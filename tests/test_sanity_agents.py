@@ -89,7 +89,7 @@ class TestTinyTransformer:
         def envs():
             return gym.make_vec("textenv/Bandit-v0", num_envs=128, kl_coef=0.01)
 
-        agent = PPO(tiny_transformer(seed=3), envs(), PPOConfig(**SETTING), seed=5)
+        agent = PPO(tiny_transformer(seed=3), envs(), PPOConfig(**SETTING), seed=7)
         agent.step()
         agent.save(tmp_path / "saved")
         with pytest.raises(ValueError, match=r"LanguageModelPolicy, which cannot be remade .* policy="):

@@ -27,12 +27,12 @@ def refused(agent, *expected):
 # What starts
 
 
-@pytest.mark.parametrize("micro_batch_size", [None, 1, 3])
+@pytest.mark.parametrize("micro_batch_tokens", [None, 1, 60])
 @pytest.mark.parametrize("lora_rank", [4, None])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_first_ratios_are_one_and_kl_is_zero(tiny_model, lora_rank, temperature, micro_batch_size):
+def test_first_ratios_are_one_and_kl_is_zero(tiny_model, lora_rank, temperature, micro_batch_tokens):
     """One pass that moves nothing: the quantiles are those of the first minibatch."""
-    config = {"epochs": 1, "learning_rate": 1e-12, "micro_batch_size": micro_batch_size}
+    config = {"epochs": 1, "learning_rate": 1e-12, "micro_batch_tokens": micro_batch_tokens}
     stats = lm_agent(tiny_model, lora_rank=lora_rank, temperature=temperature, **config).step()
     assert stats.kl == pytest.approx(0, abs=1e-5)
     for ratio in (stats.ratio_q01, stats.ratio_q50, stats.ratio_q99):
@@ -42,7 +42,7 @@ def test_first_ratios_are_one_and_kl_is_zero(tiny_model, lora_rank, temperature,
 
 def test_bfloat16_starts_within_its_rounding(tiny_model):
     policy = LanguageModelPolicy.from_pretrained(tiny_model, lora_rank=4, dtype="bfloat16")
-    stats = PPO(policy, lm_envs(tiny_model), PPOConfig(micro_batch_size=3, epochs=1)).step()
+    stats = PPO(policy, lm_envs(tiny_model), PPOConfig(micro_batch_tokens=40, epochs=1)).step()
     assert abs(stats.kl) < 0.3
 
 

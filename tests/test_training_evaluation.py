@@ -58,7 +58,7 @@ class Adapters(Toy):
         return lm_envs(folder, 3, prompts=["good good", "a the", "road"], **STEERED)
 
     def agent(self, folder, seed=4):
-        config = {"num_minibatches": 2, "epochs": 2, "micro_batch_size": 2, "learning_rate": 0.01}
+        config = {"num_minibatches": 2, "epochs": 2, "micro_batch_tokens": 18, "learning_rate": 0.01}
         return lm_agent(folder, self.envs(folder), temperature=0.8, seed=seed, **config)
 
 

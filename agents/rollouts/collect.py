@@ -14,8 +14,9 @@ from gymnasium.vector import VectorEnv
 from numpy.typing import NDArray
 from torch import Tensor
 
-from textenv.agents.policy import Policy, arithmetic, device_of, masks_argument, temperature_of
+from textenv.agents.policy import Policy, device_of, temperature_of
 from textenv.agents.rollouts.base import Engine
+from textenv.agents.rollouts.policy_pass import policy_pass
 from textenv.agents.types import Generation, PolicyOutput, Sampling
 from textenv.constraints import Constraint, check_allowed, constraint_of
 from textenv.evaluation import draw_prompts
@@ -35,7 +36,9 @@ class Episodes:
 
     Attributes:
         replayed: rewards, masks and infos from the wrapped environments.
-        output: the policy's log-probabilities, values and entropies (B, T), without gradient.
+        output: the policy's log-probabilities, values and entropies (B, T), without gradient unless it was asked for.
+        logprobs: of the policy that wrote, (B, T): those of `output`, or the engine's where these were to count.
+        engine_logprobs: what the engine reported (B, T), or None.
         ref_logprobs: (B, T), or None without a reference.
         prompts: B texts.
         responses: B texts.
@@ -45,6 +48,8 @@ class Episodes:
 
     replayed: Replay
     output: PolicyOutput
+    logprobs: Tensor
+    engine_logprobs: Tensor | None
     ref_logprobs: Tensor | None
     prompts: tuple[str, ...]
     responses: tuple[str, ...]
@@ -60,7 +65,9 @@ def collect(
     episodes: int,
     seed: int,
     env_seed: int | None = None,
-    micro_batch_size: int | None = None,
+    micro_batch_tokens: int | None = None,
+    logprobs_from: str = "trainer",
+    with_gradient: dict[str, Any] | None = None,
 ) -> Episodes:
     """Let the policy finish `episodes` episodes of the environments.
 
@@ -71,7 +78,12 @@ def collect(
         episodes: B.
         seed: of the sampling.
         env_seed: given to the environments' first reset.
-        micro_batch_size: rows per pass of the policy.
+        micro_batch_tokens: tokens per pass of the policy.
+        logprobs_from: ``"trainer"``, or ``"engine"`` for those that the engine reports.
+        with_gradient: see `policy_pass`.
+
+    Raises:
+        ValueError: the engine reports no log-probabilities, and `logprobs_from` wants them.
     """
     seconds: dict[str, float] = {}
     constraint = constraint_of(envs)
@@ -95,22 +107,30 @@ def collect(
     reference = reference_of(policy, envs)
     with _timed(seconds, "score"):
         scores, ref_logprobs = _scores_and_reference(task, reference, prompts, texts, state, action_masks)
+    device, width = device_of(policy), task.mdp.max_response_tokens
+    engine_logprobs = padded_logprobs(generation, width, device)
+    if logprobs_from == "engine" and engine_logprobs is None:
+        raise ValueError(
+            f"With logprobs_from='engine' the engine should report log-probabilities, got none from "
+            f"{type(engine).__name__}. Fill Generation.logprobs, or use logprobs_from='trainer'."
+        )
+    known = engine_logprobs if logprobs_from == "engine" else None
     with _timed(seconds, "logprobs"):
-        output = evaluate_frozen(policy, state, task.mdp.max_response_tokens, micro_batch_size, action_masks)
+        output = policy_pass(policy, state, width, micro_batch_tokens, action_masks, known, with_gradient)
+    logprobs = output.logprobs.detach() if known is None else known
     with _timed(seconds, "rewards"):
         replayed = replay(
             envs,
             prompts,
             responses,
             scores=scores,
-            logprobs=output.logprobs.double().cpu().numpy(),
+            logprobs=logprobs.double().cpu().numpy(),
             ref_logprobs=ref_logprobs,
             action_masks=action_masks,
         )
-    device = device_of(policy)
     ref = None if ref_logprobs is None else torch.as_tensor(ref_logprobs, dtype=torch.float32, device=device)
     asked = tuple(prompt.text for prompt in prompts)
-    return Episodes(replayed, output, ref, asked, tuple(texts), seconds, action_masks)
+    return Episodes(replayed, output, logprobs, engine_logprobs, ref, asked, tuple(texts), seconds, action_masks)
 
 
 def masks_of(constraint: Constraint | None, generation: Generation, state: TokenState) -> PackedMasks | None:
@@ -152,35 +172,14 @@ def _scores_and_reference(
     return scores, None if reference is None else whole_logprobs(reference, state, task.mdp, action_masks)
 
 
-def by_length(attention_mask: Tensor, index: Tensor) -> Tensor:
-    """The rows of `index` from short to long, so that micro-batches of neighbours hold little padding."""
-    return index[attention_mask[index].sum(-1).argsort(stable=True)]
-
-
-@torch.no_grad()
-def evaluate_frozen(
-    policy: Policy,
-    state: TokenState,
-    response_tokens: int,
-    rows: int | None,
-    action_masks: PackedMasks | None = None,
-) -> PolicyOutput:
-    """The policy's view of the batch without gradients, `rows` at a time."""
-    device = device_of(policy)
-    ids = torch.as_tensor(state.input_ids, device=device)
-    mask = torch.as_tensor(state.attention_mask, device=device)
-    order = by_length(mask, torch.arange(len(ids), device=device))
-    with arithmetic(policy):
-        parts = []
-        for block in order.split(rows or len(ids)):
-            masks = None if action_masks is None else action_masks[block.cpu().numpy()]
-            parts.append(policy.evaluate(ids[block], mask[block], response_tokens, **masks_argument(masks)))
-    back = order.argsort()
-    return PolicyOutput(
-        torch.cat([part.logprobs for part in parts])[back].float(),
-        torch.cat([part.values for part in parts])[back].float(),
-        torch.cat([part.entropies for part in parts])[back].float(),
-    )
+def padded_logprobs(generation: Generation, response_tokens: int, device: torch.device) -> Tensor | None:
+    """An engine's log-probabilities as (B, T), 0 beyond the ends; None where it reports none."""
+    if generation.logprobs is None:
+        return None
+    whole = np.zeros((len(generation.logprobs), response_tokens), dtype=np.float32)
+    for row, logprobs in zip(whole, generation.logprobs, strict=True):
+        row[: len(logprobs)] = logprobs
+    return torch.as_tensor(whole, device=device)
 
 
 @contextmanager
