@@ -41,6 +41,7 @@ class RunLog:
         progress: show the live table.
         goes_on: the run in the folder, if there is one, is the one that goes on.
         evaluates: show a column for the scores of evaluations.
+        notice: a line to print first.
 
     Raises:
         FileExistsError: the folder holds another run.
@@ -55,7 +56,9 @@ class RunLog:
         progress: bool = True,
         goes_on: bool = False,
         evaluates: bool = False,
+        notice: str | None = None,
     ) -> None:
+        self._notice = notice
         self.folder, self.total, self.start = folder, total_episodes, episodes
         self.rows: list[dict[str, Any]] = []
         self._columns = (*COLUMNS, EVAL_COLUMN) if evaluates else COLUMNS
@@ -89,6 +92,8 @@ class RunLog:
         self._console = Console()
         self._live = Live(console=self._console, auto_refresh=False, transient=False)
         self._shows = self._progress and self._console.is_terminal
+        if self._progress and self._notice is not None:
+            self._say(self._notice)
         if self._shows:
             self._live.start()
             self._live.update("The first iteration is running ...", refresh=True)

@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import math
 import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,7 +92,8 @@ def learn(
     checkpoint = None if folder is None else folder / "checkpoint"
     goes_on = folder is not None and folder.resolve() == agent.run_folder
     evaluates = held_out is not None
-    with RunLog(folder, total_episodes, agent.iteration, agent.episodes, progress, goes_on, evaluates) as log:
+    done, price = (agent.iteration, agent.episodes), _price(agent)
+    with RunLog(folder, total_episodes, *done, progress, goes_on, evaluates, price) as log:
         agent.run_folder = None if folder is None else folder.resolve()
         if checkpoint is not None:
             agent.save(checkpoint)
@@ -103,6 +105,16 @@ def learn(
             log.record(stats, held_out.evaluate() if held_out is not None and held_out.due(last) else None)
             if checkpoint is not None and (last or agent.iteration % save_every == 0):
                 agent.save(checkpoint)
+
+
+def _price(agent: Agent) -> str | None:
+    """What the run needs, to be said before it starts; a warning where the machine does not have it."""
+    from textenv.agents.cost_run import memory_warning, run_line
+
+    problem = memory_warning(agent)
+    if problem is not None:
+        warnings.warn(problem, UserWarning, stacklevel=5)
+    return run_line(agent)
 
 
 @torch.no_grad()

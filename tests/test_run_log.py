@@ -179,8 +179,9 @@ def test_lines_of_an_earlier_attempt_are_dropped(tmp_path):
 
 def test_lines_and_now_and_then_samples_where_there_is_no_terminal(tmp_path, capsys):
     toy_agent(envs=toy_envs(8)).learn(56, tmp_path / "run")
-    header, *body, last = capsys.readouterr().out.splitlines()
+    price, header, *body, last = capsys.readouterr().out.splitlines()
     rows = [line.split()[:2] for line in body if " | " not in line]
+    assert price.startswith("This run needs about ") and price.endswith("FLOP per token.")
     assert header.split() == list(COLUMNS)
     assert rows == [[str(i), str(8 * i)] for i in range(1, 8)]
     logged = (tmp_path / "run" / "samples.txt").read_text().splitlines()

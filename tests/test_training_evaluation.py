@@ -301,7 +301,7 @@ def test_the_plot_has_a_curve_of_its_own(tmp_path):
 
 def test_lines_have_a_column_for_it(capsys):
     Toy().agent(None).learn(60, None, eval_envs=toy_envs(4), eval_every=2)
-    header, *body = capsys.readouterr().out.splitlines()
+    _price, header, *body = capsys.readouterr().out.splitlines()
     assert header.split() == [*COLUMNS, EVAL_COLUMN]
     rows = [line.split() for line in body if " | " not in line and " |" not in line]
     assert [(row[0], len(row)) for row in rows] == [("0", 3), ("1", 8), ("2", 9), ("3", 9)]
