@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from textenv.agents.cost_setup import Setup
 from textenv.agents.rollouts.hf import CACHE_TOKENS, FAST_FROM, MAX_ROWS
-from textenv.lm.logprobs import CHUNK
+from textenv.lm.logprobs import chunk_tokens
 from textenv.lm.model import TOKENS_PER_PASS
 from textenv.lm.packing import WRITTEN_OUT
 
@@ -22,8 +22,8 @@ and fits no later tensor. On a CPU glibc keeps 0.4 to 1.1 of SmolLM2's activatio
 configuration, because the second forward pass finds the first one's memory cut up. On a GPU it is taken for a tenth,
 which is not measured."""
 
-LOGIT_COPIES = 3
-"""Logits, probabilities, and one temporary of their size."""
+LOGIT_COPIES = 2
+"""Logits and probabilities, of one chunk."""
 
 ADAM = 8
 """Bytes of AdamW's two float32 moments."""
@@ -75,7 +75,7 @@ def moments(setup: Setup) -> dict[str, dict[str, int]]:
     activations shrink, so that both are never there in full; with several, both are.
     """
     gradients = 4 * setup.trained
-    backward = {"activations": activations(setup), "logits": logits(setup, CHUNK)}
+    backward = {"activations": activations(setup), "logits": logits(setup, chunk_tokens(setup.shape.vocab_size))}
     if not setup.one_pass:
         backward["gradients"] = gradients
     if setup.number == 2:
@@ -84,7 +84,11 @@ def moments(setup: Setup) -> dict[str, dict[str, int]]:
         backward["gradient of the head"] = 4 * setup.shape.head
     found = {
         "generate": {"gradients": gradients} | _generation(setup),
-        "score": {"gradients": gradients, "frozen pass": _frozen_pass(setup), "logits": logits(setup, CHUNK)},
+        "score": {
+            "gradients": gradients,
+            "frozen pass": _frozen_pass(setup),
+            "logits": logits(setup, chunk_tokens(setup.shape.vocab_size)),
+        },
         "forward and backward": backward,
         "end of backward": {"gradients": gradients},
     }

@@ -326,8 +326,7 @@ class TestOneEngine:
         with pytest.raises(RuntimeError, match=r"one VLLMEngine at a time, and another one is open.*close"):
             VLLMEngine(policy)
 
-
-# Other models, one engine after the other
+    # Other models, one engine after the other
 
     def test_more_prompt_tokens_than_a_step_reads(self, synced, policy):
         """Seeded prompts that were read in parts would crash vLLM's CPU sampler."""

@@ -126,19 +126,18 @@ def claims(sweeps: dict[str, list[Row]]) -> list[Claim]:
 
 
 def time_claims(rows: Sequence[Row]) -> list[Claim]:
-    """Time per response token apart from attention, from the shortest to the longest response of at most 256.
+    """Time apart from attention, from the shortest to the longest response of at most 256 tokens.
 
-    What is claimed is that it does not grow. It may fall: the prompt's tokens are shared by more response tokens.
+    Per response token it must not grow; it may fall, because the prompt is shared by more of them. Per token of prompt
+    and response it must be flat, up and down.
     """
     rows = [row for row in rows if row["response_tokens"] <= 256]
     if len(rows) < 2:
         return []
-    times = [row["apart_per_response_token"] for row in rows]
-    spans = f"{rows[0]['response_tokens']} to {rows[-1]['response_tokens']} tokens"
-    return [
-        Claim(
-            f"length: time per response token apart from attention, largest over first, {spans}",
-            1.2,
-            max(times) / times[0],
-        )
-    ]
+    span = f"{rows[0]['response_tokens']} to {rows[-1]['response_tokens']} tokens"
+    response, token = ([row[f"apart_per_{kind}"] for row in rows] for kind in ("response_token", "token"))
+    found = {
+        "response token apart from attention, largest over first": max(response) / response[0],
+        "token (P + T) apart from attention, largest over smallest": max(token) / min(token),
+    }
+    return [Claim(f"length: time per {text}, {span}", 1.2, measured) for text, measured in found.items()]

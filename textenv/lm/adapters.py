@@ -42,6 +42,9 @@ def add_lora(model: Any, rank: int, alpha: int, seed: int) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
+    from textenv.lm.fused_adapters import fuse_adapters
+
+    fuse_adapters(model)
 
 
 def round_frozen_layers(model: Any) -> None:

@@ -16,7 +16,15 @@ from torch.utils.checkpoint import checkpoint
 from textenv.packed_masks import PackedMasks
 
 CHUNK = 128
-"""Tokens per chunk: at 50k words 25 MB of float32 logits, which large processor caches hold."""
+"""Tokens per chunk, at most: at 50k words 25 MB of float32 logits, which large processor caches hold."""
+
+CHUNK_LOGITS = CHUNK * 49152
+"""Logits per chunk, at most: with a larger vocabulary a chunk has fewer tokens, so that memory does not grow with V."""
+
+
+def chunk_tokens(vocab_size: int) -> int:
+    """How many tokens a chunk has."""
+    return max(1, min(CHUNK, CHUNK_LOGITS // vocab_size))
 
 
 @dataclass(frozen=True)
@@ -75,7 +83,7 @@ def token_logprobs(
     hidden: Tensor,
     targets: Tensor,
     head: OutputHead,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
     *,
     entropy_grad: bool = False,
     action_masks: PackedMasks | None = None,
@@ -86,7 +94,7 @@ def token_logprobs(
         hidden: (M, H).
         targets: (M,) token ids.
         head: the output head; where its weight is frozen, the backward pass costs no second look at the logits.
-        chunk: tokens per chunk; memory is chunk * V.
+        chunk: tokens per chunk; None: `chunk_tokens`, which keeps memory flat in V.
         entropy_grad: make the entropies differentiable too; it costs a frozen head another look at the weights.
         action_masks: index (M,); pi is renormalised over the allowed tokens. Unpacked chunk by chunk.
 
@@ -94,7 +102,7 @@ def token_logprobs(
         logprobs (M,) and entropies (M,), float32, in nats. Entropies carry no gradient without `entropy_grad`.
     """
     trains = torch.is_grad_enabled() and (hidden.requires_grad or head.weight.requires_grad)
-    arguments = targets, head, chunk, action_masks
+    arguments = targets, head, chunk or chunk_tokens(len(head.weight)), action_masks
     if not trains:
         return _without_gradient(hidden, *arguments)
     if head.softcap is not None or (head.weight.requires_grad and (entropy_grad or head.bias is not None)):
@@ -117,8 +125,7 @@ def _without_gradient(
 ) -> tuple[Tensor, Tensor]:
     logprobs, entropies = (hidden.new_zeros(len(hidden), dtype=torch.float32) for _ in range(2))
     for rows, states, ids, masks in _chunks(hidden, targets, chunk, action_masks):
-        logits = head.logits(states, masks)
-        logprobs[rows], entropies[rows], _ = _read(logits, ids, head.has_holes(masks))
+        logprobs[rows], entropies[rows] = _read(head.logits(states, masks), ids, head.has_holes(masks))[:2]
     return logprobs, entropies
 
 
@@ -167,13 +174,27 @@ def _entropies(probabilities: Tensor, logits: Tensor, log_z: Tensor, holes: bool
     """Entropies log Z - E[logit] (m,), with 0 * -inf of unnamed and forbidden ids (`holes`) read as 0."""
     if holes:
         logits = logits.clamp_min(-1e30)  # not the lowest float: its product with a gradient must stay finite
-    return log_z - torch.linalg.vecdot(probabilities, logits)
+    return log_z - torch.bmm(probabilities[:, None], logits[:, :, None]).flatten()  # vecdot holds all products
 
 
 def _product_type(hidden: Tensor) -> torch.dtype:
     """The precision of a gradient's products: autocast's where it is on. Logits are float32 either way."""
     kind = hidden.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32
+
+
+def _slopes(
+    states: Tensor, targets: Tensor, head: OutputHead, weight: Tensor, masks: PackedMasks | None, entropy_grad: bool
+) -> tuple[Tensor, ...]:
+    """Log-probabilities (m,), entropies (m,), and their gradients (m, H); what is (m, V) ends with the call."""
+    logprobs, entropies, probabilities = _read(head.logits(states, masks), targets, head.has_holes(masks))
+    expected = (probabilities.to(weight.dtype) @ weight).float()  # (m, H)
+    slope = (head.weight[targets].float() - expected) / head.temperature
+    if not entropy_grad:
+        return logprobs, entropies, slope
+    log_pi = probabilities.log().clamp_min(-1e30)
+    weighted = probabilities.mul_(log_pi.add_(entropies[:, None]))  # (m, V)
+    return logprobs, entropies, slope, -(weighted.to(weight.dtype) @ weight).float() / head.temperature
 
 
 class _FrozenHead(torch.autograd.Function):
@@ -197,15 +218,10 @@ class _FrozenHead(torch.autograd.Function):
         logprobs, entropies = (hidden.new_zeros(len(hidden), dtype=torch.float32) for _ in range(2))
         gradients = [torch.empty_like(hidden) for _ in range(1 + entropy_grad)]
         for rows, states, ids, masks in _chunks(hidden, targets, chunk, action_masks):
-            logits = head.logits(states, masks)  # (m, V)
-            logprobs[rows], entropies[rows], probabilities = _read(logits, ids, head.has_holes(masks))
             with torch.autocast(hidden.device.type, enabled=False):
-                expected = (probabilities.to(kind) @ weight).float()  # (m, H)
-                gradients[0][rows] = ((head.weight[ids].float() - expected) / head.temperature).to(hidden.dtype)
-                if entropy_grad:
-                    log_pi = probabilities.log().clamp_min(-1e30)
-                    weighted = probabilities.mul_(log_pi.add_(entropies[rows, None]))  # (m, V)
-                    gradients[1][rows] = (-(weighted.to(kind) @ weight).float() / head.temperature).to(hidden.dtype)
+                logprobs[rows], entropies[rows], *slopes = _slopes(states, ids, head, weight, masks, entropy_grad)
+            for gradient, slope in zip(gradients, slopes, strict=True):
+                gradient[rows] = slope.to(hidden.dtype)
         ctx.save_for_backward(*gradients)
         if not entropy_grad:
             ctx.mark_non_differentiable(entropies)
@@ -255,4 +271,5 @@ class _TrainedHead(torch.autograd.Function):
             with torch.autocast(hidden.device.type, enabled=False):
                 grad_weight.addmm_(slopes.T, states.float())  # bounded by memory: rounding its factors saves nothing
                 grad_hidden[rows] = (slopes.to(kind) @ factor).to(hidden.dtype)
+            del slopes  # before the next chunk makes its own
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
