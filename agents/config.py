@@ -33,7 +33,7 @@ class PPOConfig:
     micro_batch_tokens: int | None = None
     """Tokens, prompts included, that go through the policy at once, rows of like length together; gradients accumulate
     over a minibatch. It changes memory and speed, not the gradient: denominators are those of the minibatch. None: what
-    suits the policy: for a language model 512 on a CPU (1,024 in bfloat16) and 16,384 on a GPU, everything for others."""
+    suits the policy: 1,024 for a language model on a CPU, 16,384 on a GPU, everything for others."""
 
     logprobs_from: Literal["trainer", "engine"] = "trainer"
     """Whose log-probabilities of the sampled tokens count as those of the policy that wrote them. ``"engine"`` takes

@@ -125,7 +125,7 @@ def layer_bytes(setup: Setup) -> int:
     | q, k and v for each head, output, input of o | 5 A x 4        | q, k, output 3 A x 4; v, input 2 A x 2    |
     | rows of k and v, rows written out        | 2 K x 4            | K x 4 + K x 2                             |
     | attention's probabilities, written out   | heads x L x 4      | heads x L x (4 + 2)                       |
-    | gate, its SiLU, up, their product        | 4 F x 4            | 4 F x 2                                   |
+    | gate, up; all weights: also gate's SiLU, the product | 2 F x 4; 4 F x 4 | 2 F x 2; 4 F x 2                |
     | between A and B of the adapters          | layers x r x 4     | layers x r x 2                            |
 
     Attention is written out up to `WRITTEN_OUT` tokens a row on a CPU. torch's fused kernels keep q, k, v and output in
@@ -143,7 +143,7 @@ def layer_bytes(setup: Setup) -> int:
         attention += (4 + setup.number) * keys + (4 + (2 if rounded else 0)) * heads * setup.length
     else:
         attention = 2 * width * 4 + 6 * width * setup.number + heads * 4
-    mlp = 4 * shape.mlp_size * setup.number
+    mlp = (2 if setup.lora_rank else 4) * shape.mlp_size * setup.number
     adapters = (setup.lora_rank or 0) * shape.linear_layers * setup.number // shape.layers
     return stream + inputs + attention + mlp + adapters
 

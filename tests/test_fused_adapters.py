@@ -6,6 +6,7 @@ import pytest
 import torch
 from lm_helpers import gpt2, llama
 from peft.tuners.lora.layer import Linear
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from textenv.lm.adapters import adapters_off, add_lora
 from textenv.lm.fused_adapters import FusedLinear
@@ -23,6 +24,9 @@ def pair(**changes):
     for module in plain.modules():
         if type(module) is FusedLinear:
             module.__class__ = Linear
+        elif isinstance(module, LlamaMLP):
+            assert type(module) is not LlamaMLP
+            module.__class__ = LlamaMLP
     return fused, plain
 
 

@@ -25,8 +25,7 @@ def config(job: dict[str, Any]) -> PPOConfig:
         epochs=job["epochs"],
         num_minibatches=job["num_minibatches"],
         learning_rate=1e-6 if job["layout"] == "separate" else 1e-4,
-        # With four models the whole batch at once, as TRL has it: the pass before the update is then its first.
-        micro_batch_tokens=job["batch_size"] * 64 if job["layout"] == "separate" else None,
+        micro_batch_tokens=1024,  # the whole batch at once
     )
 
 

@@ -43,8 +43,10 @@ def add_lora(model: Any, rank: int, alpha: int, seed: int) -> None:
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
     from textenv.lm.fused_adapters import fuse_adapters
+    from textenv.lm.fused_mlp import slim_mlps
 
     fuse_adapters(model)
+    slim_mlps(model)
 
 
 def round_frozen_layers(model: Any) -> None:

@@ -8,11 +8,42 @@ Legend: M tokens, I and O the layer's inputs and outputs, r the rank.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from peft.tuners.lora.layer import Linear
 from torch import Tensor, nn
+
+
+def fused_forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scaling: float
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """W x + b + s B A x for x (..., I), in autocast's precision where it is on.
+
+    Returns:
+        The output (..., O), A x (M, r), and the factors W, A and s B as they were multiplied.
+    """
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    with torch.autocast(kind, enabled=False):
+        tokens, weight = x.reshape(-1, x.shape[-1]).to(dtype), weight.to(dtype)  # (M, I), (O, I)
+        down, up = down.to(dtype), (up * scaling).to(dtype)  # (r, I), (O, r)
+        low = tokens @ down.T  # (M, r)
+        out = nn.functional.linear(tokens, weight, None if bias is None else bias.to(dtype))
+        out.addmm_(low, up.T)
+    return out.view(*x.shape[:-1], -1), low, (weight, down, up)
+
+
+def fused_backward(
+    grad: Tensor, x: Tensor, low: Tensor, factors: Sequence[Tensor], scaling: float, wants_x: bool = True
+) -> tuple[Any, Tensor, Tensor]:
+    """Gradients in x (None where it is not wanted), A and B, of what `fused_forward` gave."""
+    weight, down, up = factors
+    grad, tokens = grad.reshape(-1, grad.shape[-1]).to(weight.dtype), x.reshape(-1, x.shape[-1]).to(weight.dtype)
+    grad_low = grad @ up  # (M, r)
+    grad_x = (grad @ weight).addmm_(grad_low, down).to(x.dtype).view(x.shape) if wants_x else None
+    return grad_x, (grad_low.T @ tokens).float(), (grad.T @ low).float() * scaling
 
 
 class _Fused(torch.autograd.Function):
@@ -22,29 +53,18 @@ class _Fused(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scaling: float
     ) -> Tensor:
-        kind = x.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        with torch.autocast(kind, enabled=False):
-            tokens, weight = x.reshape(-1, x.shape[-1]).to(dtype), weight.to(dtype)  # (M, I), (O, I)
-            down, up = down.to(dtype), (up * scaling).to(dtype)  # (r, I), (O, r)
-            low = tokens @ down.T  # (M, r)
-            out = torch.nn.functional.linear(tokens, weight, None if bias is None else bias.to(dtype))
-            out.addmm_(low, up.T)
-        ctx.save_for_backward(tokens, low, weight, down, up)
-        ctx.scaling, ctx.shape, ctx.dtype = scaling, x.shape, x.dtype
-        return out.view(*x.shape[:-1], -1)
+        out, low, factors = fused_forward(x, weight, bias, down, up, scaling)
+        ctx.save_for_backward(x.to(low.dtype), low, *factors)
+        ctx.scaling, ctx.dtype = scaling, x.dtype
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        tokens, low, weight, down, up = ctx.saved_tensors
+        x, low, *factors = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[0]
         with torch.autocast(grad.device.type, enabled=False):
-            grad = grad.reshape(-1, grad.shape[-1]).to(weight.dtype)  # (M, O)
-            grad_low = grad @ up  # (M, r)
-            grad_x = None
-            if ctx.needs_input_grad[0]:
-                grad_x = (grad @ weight).addmm_(grad_low, down).to(ctx.dtype).view(ctx.shape)
-            grad_down, grad_up = (grad_low.T @ tokens).float(), (grad.T @ low).float() * ctx.scaling
-        return grad_x, None, None, grad_down, grad_up, None
+            grad_x, grad_down, grad_up = fused_backward(grad, x, low, factors, ctx.scaling, wanted)
+        return grad_x.to(ctx.dtype) if wanted else None, None, None, grad_down, grad_up, None
 
 
 class FusedLinear(Linear):  # type: ignore[misc]
@@ -52,13 +72,22 @@ class FusedLinear(Linear):  # type: ignore[misc]
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """W x + s B A x, or whatever `peft` does where that is not all there is."""
-        if self.disable_adapters or self.merged or args or kwargs or len(self.active_adapters) != 1:
+        if args or kwargs or not self.is_plain_now:
             plain: Tensor = super().forward(x, *args, **kwargs)
             return plain
-        name, base = self.active_adapters[0], self.get_base_layer()
-        down, up = self.lora_A[name].weight, self.lora_B[name].weight
-        fused: Tensor = _Fused.apply(x, base.weight, base.bias, down, up, self.scaling[name])
+        fused: Tensor = _Fused.apply(x, *self.parts())
         return fused
+
+    @property
+    def is_plain_now(self) -> bool:
+        """Whether one adapter acts, and nothing has taken the layer's place for now."""
+        replaced = "forward" in vars(self)
+        return not (replaced or self.disable_adapters or self.merged) and len(self.active_adapters) == 1
+
+    def parts(self) -> tuple[Any, ...]:
+        """W, b, A, B and s."""
+        name, base = self.active_adapters[0], self.get_base_layer()
+        return base.weight, base.bias, self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name]
 
 
 def fuse_adapters(model: nn.Module) -> None:

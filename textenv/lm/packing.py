@@ -115,8 +115,9 @@ def _attention_call(
     """The attention call for tokens (1, h, M, D) or rows (B, h, W, D) of the mask's layout."""
     layout, window, bias = attn_mask.row_layout, attn_mask.window, attn_mask.bias
     if bias is not None and not dropout_p:
-        if not enable_gqa:  # transformers has repeated keys and values for each head of a group
-            key, value = key[:, :: layout.groups], value[:, :: layout.groups]
+        if not enable_gqa and layout.groups > 1:  # transformers has repeated them for each head of a group
+            # Copies, so that the repeated ones are not what is kept for the backward pass.
+            key, value = (states[:, :: layout.groups].contiguous() for states in (key, value))
         out = _written_out(layout.spread(query), layout.spread(key), layout.spread(value), bias, scale)
     else:
         seen = None if window is None else _seen(layout.width, window, query.device)
