@@ -122,7 +122,7 @@ def layer_bytes(setup: Setup) -> int:
     | the residual stream, into both norms     | 2 H x 4            | the same: it stays float32                |
     | normed, before the norm's weight         | 2 H x 4, if the weight trains | the same                       |
     | inputs of q, k, v; of gate, up           | 2 H x 4, shared    | 5 H x 2: each layer rounds its own        |
-    | q, k and v for each head, output, input of o | 5 A x 4        | q, k, output 3 A x 4; v, input 2 A x 2    |
+    | q, output, input of o                    | 3 A x 4            | q, output 2 A x 4; input A x 2            |
     | rows of k and v, rows written out        | 2 K x 4            | K x 4 + K x 2                             |
     | attention's probabilities, written out   | heads x L x 4      | heads x L x (4 + 2)                       |
     | gate, up; all weights: also gate's SiLU, the product | 2 F x 4; 4 F x 4 | 2 F x 2; 4 F x 2                |
@@ -139,11 +139,11 @@ def layer_bytes(setup: Setup) -> int:
     stream = 2 * hidden * 4 * (1 if setup.lora_rank else 2)
     inputs = 5 * hidden * 2 if rounded else 2 * hidden * 4
     if setup.kind == "cpu" and setup.length <= WRITTEN_OUT:
-        attention = 3 * width * 4 + 2 * width * setup.number
+        attention = 2 * width * 4 + width * setup.number
         attention += (4 + setup.number) * keys + (4 + (2 if rounded else 0)) * heads * setup.length
     else:
         attention = 2 * width * 4 + 6 * width * setup.number + heads * 4
-    mlp = (2 if setup.lora_rank else 4) * shape.mlp_size * setup.number
+    mlp = (2 if setup.lora_rank and shape.gated else 4) * shape.mlp_size * setup.number
     adapters = (setup.lora_rank or 0) * shape.linear_layers * setup.number // shape.layers
     return stream + inputs + attention + mlp + adapters
 

@@ -49,6 +49,11 @@ class ModelShape:
     other: int
 
     @property
+    def gated(self) -> bool:
+        """Whether the MLP has a gate: seven linear layers in a block, q, k, v, o, gate, up and down."""
+        return self.linear_layers == 7 * self.layers
+
+    @property
     def total(self) -> int:
         """All weights, a tied one once."""
         return self.linear + self.head + self.embeddings + self.other

@@ -15,7 +15,7 @@ from textenv.agents import LanguageModelPolicy
 from textenv.agents.losses import Counts, aggregate, clipped_policy_loss
 
 WORKER = """
-import json, sys
+import json, os, sys
 import torch
 import torch.distributed as dist
 from textenv.agents import LanguageModelPolicy
@@ -40,7 +40,10 @@ for name, parameter in policy.named_parameters():
         dist.all_reduce(gradients[name])  # on every rank, whatever it holds
 if rank == 0:
     torch.save(gradients, f"{folder}/gradients.pt")
+dist.barrier()
 dist.destroy_process_group()
+sys.stdout.flush()
+os._exit(0)  # at a normal exit gloo's threads may end after what they use
 """
 
 

@@ -67,7 +67,7 @@ class _Fused(torch.autograd.Function):
         return grad_x.to(ctx.dtype) if wanted else None, None, None, grad_down, grad_up, None
 
 
-class FusedLinear(Linear):  # type: ignore[misc]
+class FusedLinear(Linear):
     """`peft`'s LoRA layer with one active adapter, without dropout, on a frozen linear layer."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

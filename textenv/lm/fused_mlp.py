@@ -54,7 +54,7 @@ def _forward(mlp: Any, x: Tensor) -> Tensor:
 
 
 @functools.cache
-def _slim(kind: type[nn.Module]) -> type[nn.Module]:
+def _slim(kind: Any) -> type[nn.Module]:
     """The class of an MLP with the forward pass above."""
     return type(f"Slim{kind.__name__}", (kind,), {"forward": _forward})
 
@@ -65,4 +65,5 @@ def slim_mlps(model: nn.Module) -> None:
         parts = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
         activation = type(getattr(module, "act_fn", None)).__name__
         if type(parts[2]) is FusedLinear and None not in parts and activation in SILU:
-            module.__class__ = _slim(type(module))
+            kind: Any = type(module)
+            module.__class__ = _slim(kind)
