@@ -113,6 +113,11 @@ class LanguageModelPolicy(nn.Module):
             TypeError: `reward_model` has no weights to start from.
         """
         _check_adapters(lora_rank, lora_alpha)
+        if compiled and checkpointing:
+            raise ValueError(
+                "`compiled` and `checkpointing` should not come together, got both: torch's compiler cannot trace layers "
+                "that are computed again. Take checkpointing where memory is short, else compiled."
+            )
         tokenizer = load_tokenizer(model)
         start = reward_start(value, reward_model, tokenizer)
         module = load_causal_lm(model, device)
