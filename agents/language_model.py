@@ -115,8 +115,8 @@ class LanguageModelPolicy(nn.Module):
         _check_adapters(lora_rank, lora_alpha)
         if compiled and checkpointing:
             raise ValueError(
-                "`compiled` and `checkpointing` should not come together, got both: torch's compiler cannot trace layers "
-                "that are computed again. Take checkpointing where memory is short, else compiled."
+                "`compiled` and `checkpointing` should not come together, got both: torch's compiler cannot trace "
+                "layers that are computed again. Take checkpointing where memory is short, else compiled."
             )
         tokenizer = load_tokenizer(model)
         start = reward_start(value, reward_model, tokenizer)
