@@ -1,6 +1,7 @@
 """A fused LoRA layer against `peft`'s own: outputs and gradients."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -86,6 +87,20 @@ def test_merging_is_still_pefts():
     ids = torch.arange(12)[None]
     with torch.no_grad():
         torch.testing.assert_close(fused(input_ids=ids).logits, plain(input_ids=ids).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_copies_and_pickles_are_the_same_model_with_tensors_of_its_own():
+    fused, _ = pair()
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        expected = fused(input_ids=ids).logits
+        for twin in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
+            kinds = [type(module) for module in twin.modules()]
+            assert kinds == [type(module) for module in fused.modules()]
+            assert torch.equal(twin(input_ids=ids).logits, expected)
+            for parameter in twin.parameters():
+                parameter.zero_()
+            assert torch.equal(fused(input_ids=ids).logits, expected)
 
 
 def test_layers_of_another_kind_stay_pefts():

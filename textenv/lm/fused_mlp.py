@@ -56,7 +56,18 @@ def _forward(mlp: Any, x: Tensor) -> Tensor:
 @functools.cache
 def _slim(kind: Any) -> type[nn.Module]:
     """The class of an MLP with the forward pass above."""
-    return type(f"Slim{kind.__name__}", (kind,), {"forward": _forward})
+    return type(f"Slim{kind.__name__}", (kind,), {"forward": _forward, "__reduce_ex__": _reduce})
+
+
+def _reduce(mlp: Any, _protocol: int) -> tuple[Any, ...]:
+    """How an MLP is copied and pickled: its class has no name that could be looked up, but the one below it has."""
+    return _empty, (type(mlp).__bases__[0],), mlp.__dict__
+
+
+def _empty(kind: Any) -> Any:
+    """An MLP without its parts."""
+    cls: Any = _slim(kind)
+    return cls.__new__(cls)
 
 
 def slim_mlps(model: nn.Module) -> None:
