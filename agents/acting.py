@@ -15,7 +15,7 @@ from torch import Tensor
 
 from textenv.agents.policy import arithmetic, device_of
 from textenv.agents.rollouts.base import sample_tokens
-from textenv.lm.logprobs import forbid
+from textenv.lm.output_head import forbid
 from textenv.packed_masks import PackedMasks
 
 

@@ -178,7 +178,8 @@ def _generation(setup: Setup) -> dict[str, int]:
         return {}
     parts = {"key-value cache": kv_cache(setup), "logits": logits(setup, min(setup.batch, MAX_ROWS))}
     if setup.response_tokens >= FAST_FROM and (setup.kind == "cpu" or setup.lora_rank):
-        parts["merged layers"] = setup.number * setup.shape.linear
+        head = 4 * setup.shape.head if setup.kind == "cpu" else 0  # packed there, in float32
+        parts["merged layers"] = setup.number * setup.shape.linear + head
     return parts
 
 

@@ -26,7 +26,7 @@ from textenv.agents.types import PolicyOutput
 from textenv.agents.value_models import Adapters, ValueHead, ValueKind, ValueNetwork, build_value
 from textenv.lm import LanguageModel, TextTokenizer, load_causal_lm, load_tokenizer, resolve
 from textenv.lm.adapters import AdapterFree, add_lora, round_frozen_layers
-from textenv.lm.layers import checkpoint_layers, compile_layers
+from textenv.lm.layers import check_switches, switch_layers
 from textenv.lm.offload import Offloaded
 from textenv.lm.precision import precision
 from textenv.lm.stepping import Stepper
@@ -113,11 +113,7 @@ class LanguageModelPolicy(nn.Module):
             TypeError: `reward_model` has no weights to start from.
         """
         _check_adapters(lora_rank, lora_alpha)
-        if compiled and checkpointing:
-            raise ValueError(
-                "`compiled` and `checkpointing` should not come together, got both: torch's compiler cannot trace "
-                "layers that are computed again. Take checkpointing where memory is short, else compiled."
-            )
+        check_switches(checkpointing, compiled)
         tokenizer = load_tokenizer(model)
         start = reward_start(value, reward_model, tokenizer)
         module = load_causal_lm(model, device)
@@ -132,18 +128,9 @@ class LanguageModelPolicy(nn.Module):
             round_frozen_layers(module)
         lm = LanguageModel(module, **common)
         value_parts = build_value(value, start, lm, adapters)
-        reference: LanguageModel
-        if adapters is None:
-            reference = (Offloaded if offload else LanguageModel)(copy.deepcopy(module), **common)
-            module.requires_grad_(True)
-        else:
-            add_lora(module, adapters.rank, adapters.alpha, adapters.seed)
-            reference = AdapterFree(module, **common)
+        reference = _start_training(module, adapters, offload, common)
         for trained in (module, *(part.trunk for part in value_parts[1:] if part is not None)):
-            if checkpointing:
-                checkpoint_layers(trained)
-            if compiled:
-                compile_layers(trained)
+            switch_layers(trained, checkpointing, compiled)
         settings = {
             "model": os.fspath(model),
             "lora_rank": lora_rank,
@@ -275,6 +262,16 @@ class LanguageModelPolicy(nn.Module):
         self.trunk.save_pretrained(folder)
         if isinstance(self.tokenizer, TextTokenizer):  # bytes need no file
             self.tokenizer.tokenizer.save_pretrained(folder)
+
+
+def _start_training(module: Any, adapters: Adapters | None, offload: bool, options: dict[str, Any]) -> LanguageModel:
+    """Let a model's weights or new adapters train, and give the reference that it was."""
+    if adapters is not None:
+        add_lora(module, adapters.rank, adapters.alpha, adapters.seed)
+        return AdapterFree(module, **options)
+    reference = (Offloaded if offload else LanguageModel)(copy.deepcopy(module), **options)
+    module.requires_grad_(True)
+    return reference
 
 
 def _check_adapters(lora_rank: Any, lora_alpha: Any) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from textenv.agents.types import PolicyOutput
 from textenv.distributions import prefix_distributions, takes_action_masks
-from textenv.lm.logprobs import forbid
+from textenv.lm.output_head import forbid
 from textenv.packed_masks import PackedMasks
 
 

@@ -20,7 +20,7 @@ from textenv.agents.policy import Policy, PolicyLogprobs, arithmetic, check_take
 from textenv.agents.rollouts.base import sample_tokens
 from textenv.agents.run_log import RunLog
 from textenv.constraints import Constraint, constraint_of
-from textenv.lm.logprobs import forbid
+from textenv.lm.output_head import forbid
 from textenv.replay import attach_policy, layers, text_envs
 
 if TYPE_CHECKING:

@@ -50,7 +50,7 @@ class Arguments:
     """V of a random Llama with hidden size 64 and 2 layers, with `vocabulary_batch` responses of `held_length`."""
     held_length: int = 16
     """T where it is not varied."""
-    held_batch: int = 8
+    held_batch: int = 16
     """Responses where length is varied."""
     vocabulary_batch: int = 32
     """Responses where the vocabulary is varied."""

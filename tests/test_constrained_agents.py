@@ -21,7 +21,7 @@ from textenv.constraint_kinds import AllowedIds, NoStopBefore, TopK
 from textenv.constraints import Joint, constraint_of
 from textenv.distributions import chosen, renormalised
 from textenv.lm import LanguageModel, OutputHead, token_logprobs
-from textenv.lm.logprobs import allowed_tokens
+from textenv.lm.output_head import allowed_tokens
 from textenv.mdp import TokenMDP
 from textenv.packed_masks import PackedMasks
 from textenv.toy import standard_toy

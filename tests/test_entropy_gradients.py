@@ -9,7 +9,8 @@ from lm_helpers import padded, random_rows, tensors
 
 from textenv.agents import LanguageModelPolicy, TablePolicy
 from textenv.agents.policy import output_from_logits
-from textenv.lm.logprobs import OutputHead, token_logprobs
+from textenv.lm.logprobs import token_logprobs
+from textenv.lm.output_head import OutputHead
 from textenv.packed_masks import PackedMasks
 
 M, H, V = 11, 6, 9

@@ -341,7 +341,7 @@ def test_gemma2_is_loaded_with_the_attention_that_knows_its_softcap(tmp_path):
 
 def test_the_decision_is_made_once_and_again_with_another_attention(monkeypatch):
     trials, trial = [], packing._trial
-    monkeypatch.setattr(packing, "_trial", lambda model: trials.append(1) or trial(model))
+    monkeypatch.setattr(packing, "_trial", lambda *args: trials.append(1) or trial(*args))
     lm = language_model(llama())
     passes = []
     lm.model.base_model.register_forward_pre_hook(lambda *_: passes.append(1))

@@ -13,8 +13,9 @@ from textenv.agents.losses import Counts
 from textenv.agents.stats import UpdateStats
 from textenv.lm import LanguageModel
 from textenv.lm.layers import checkpoint_layers, compile_layers, decoder_layers
-from textenv.lm.logprobs import OutputHead, token_logprobs
+from textenv.lm.logprobs import token_logprobs
 from textenv.lm.offload import Offloaded
+from textenv.lm.output_head import OutputHead
 
 LAYOUTS = {
     "adapters": {"lora_rank": 4},

@@ -13,7 +13,7 @@ from torch import Tensor
 from textenv.agents.policy import Policy, arithmetic, device_of, temperature_of
 from textenv.agents.rollouts.seeds import row_seeds, uniforms
 from textenv.agents.types import Generation, Sampling
-from textenv.lm.logprobs import forbid
+from textenv.lm.output_head import forbid
 from textenv.packed_masks import concatenated
 from textenv.step_masks import StepMasks
 

@@ -19,11 +19,12 @@ from textenv.agents.rollouts.base import (
     repeated,
 )
 from textenv.agents.rollouts.hf_attention import grouped_attention
-from textenv.agents.rollouts.hf_weights import Forward, fast_forwards, replaced
+from textenv.agents.rollouts.hf_weights import Forward, fast_forwards, fast_head, replaced
 from textenv.agents.rollouts.seeds import row_seeds
 from textenv.agents.types import Generation, Sampling
 from textenv.lm.cache import Place, why_not_cached
 from textenv.lm.model import TOKENS_PER_PASS
+from textenv.lm.output_head import OutputHead
 
 if TYPE_CHECKING:
     from textenv.agents.language_model import LanguageModelPolicy
@@ -78,10 +79,10 @@ class HFEngine:
         rows = repeated(prompts, sampling.samples_per_prompt)
         seeds = row_seeds(sampling.seed, len(prompts), sampling.samples_per_prompt)
         blocks = list(_blocks(rows, sampling.max_tokens, CACHE_TOKENS.get(self.policy.lm.device.type, 262144)))
-        forwards = []
+        lm, forwards, head = self.policy.lm, [], self.policy.lm.head
         if sampling.max_tokens >= FAST_FROM:
-            forwards = fast_forwards(self.policy.lm.model, getattr(torch, self.policy.lm.dtype))
-        parts = [self._decode([rows[row] for row in block], seeds[block], sampling, forwards) for block in blocks]
+            forwards, head = fast_forwards(lm.model, getattr(torch, lm.dtype)), fast_head(head)
+        parts = [self._decode([rows[row] for row in block], seeds[block], sampling, forwards, head) for block in blocks]
         return joined(parts, np.concatenate(blocks))
 
     def _extend(self, ids: Tensor, cache: BatchCache, place: Place, forwards: Forwards) -> Tensor:
@@ -91,7 +92,12 @@ class HFEngine:
             return lm.extend(ids, cache, place)
 
     def _decode(
-        self, rows: list[Sequence[int]], seeds: NDArray[np.uint64], sampling: Sampling, forwards: Forwards
+        self,
+        rows: list[Sequence[int]],
+        seeds: NDArray[np.uint64],
+        sampling: Sampling,
+        forwards: Forwards,
+        head: OutputHead,
     ) -> Generation:
         """A block of rows from their prompts to their ends."""
         from textenv.agents.rollouts.hf_cache import BatchCache
@@ -101,7 +107,6 @@ class HFEngine:
         recorder = Recorder(sampling, seeds, lm.device, rows)
         cache = BatchCache(lm.num_layers, len(rows), int(lengths.max()) + sampling.max_tokens)
         with self.policy.arithmetic():
-            head = lm.head
             hidden = self._read_prompts(rows, cache, forwards)
             for step in range(sampling.max_tokens):
                 tokens, kept = recorder.choose(head.logits(hidden))

@@ -9,6 +9,7 @@ products are gone.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from textenv.lm.merged import merged_weights
+from textenv.lm.output_head import OutputHead
 
 Forward = Callable[[Tensor], Tensor]
 
@@ -73,6 +75,14 @@ def _forwards(model: Any, dtype: torch.dtype) -> Iterator[tuple[nn.Module, Forwa
             yield layer, packed_product(matrix, base.bias, dtype)
         elif base is not layer:
             yield layer, functools.partial(nn.functional.linear, weight=matrix, bias=base.bias)
+
+
+@torch.no_grad()
+def fast_head(head: OutputHead) -> OutputHead:
+    """The output head with its weight packed, where it can be: another copy of it (SmolLM2-135M: 113 MB)."""
+    if not can_pack(head.weight.device, torch.float32):
+        return head
+    return dataclasses.replace(head, product=packed_product(head.weight, head.bias, torch.float32))
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:

@@ -7,8 +7,9 @@ for _module in ("torch", "transformers"):
 
 from textenv.lm.lazy import LazyLanguageModel  # noqa: E402
 from textenv.lm.loading import load_causal_lm, load_tokenizer, resolve  # noqa: E402
-from textenv.lm.logprobs import OutputHead, token_logprobs  # noqa: E402
+from textenv.lm.logprobs import token_logprobs  # noqa: E402
 from textenv.lm.model import LanguageModel  # noqa: E402
+from textenv.lm.output_head import OutputHead  # noqa: E402
 from textenv.lm.stepping import Stepper  # noqa: E402
 from textenv.lm.tokenizer import TextTokenizer  # noqa: E402
 

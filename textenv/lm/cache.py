@@ -9,7 +9,7 @@ Legend: N rows of the cache, R rows of a pass, Q new tokens of each, S slots, K 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -182,17 +182,33 @@ def why_not_cached(lm: LanguageModel) -> str | None:
     config = lm.model.config.get_text_config()
     if getattr(lm.model, "_is_stateful", False):
         return "it is a recurrent state, which cannot be taken back to an earlier token"
-    unknown = set(layer_types(config)) - LAYER_TYPES
-    if unknown:
-        return f"it has layers of the kinds {sorted(unknown)}, and only {sorted(LAYER_TYPES)} are known"
     if config._attn_implementation not in ATTENTION:
         return f"its attention is {config._attn_implementation!r}, and only {ATTENTION} take a mask of ours"
+    return unknown_layers(config) or failed_trial(lambda: _trial(lm), lm.dtype, "its full pass")
+
+
+def unknown_layers(config: Any) -> str | None:
+    """Say which kinds of layers a model has that we know nothing of; None where there are none."""
+    unknown = set(layer_types(config)) - LAYER_TYPES
+    return (
+        f"it has layers of the kinds {sorted(unknown)}, and only {sorted(LAYER_TYPES)} are known" if unknown else None
+    )
+
+
+def failed_trial(trial: Callable[[], float], dtype: str, expected: str) -> str | None:
+    """Say how a trial went wrong, or None where it did not.
+
+    Args:
+        trial: gives its error relative to the largest hidden state.
+        dtype: of the arithmetic, by which errors are judged.
+        expected: what it is compared with, in words.
+    """
     try:
-        error = _trial(lm)
+        error = trial()
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as cause:
         return f"a trial failed ({type(cause).__name__}: {cause})"
-    tolerance = 0.1 if lm.dtype == "bfloat16" else 1e-3
-    return None if error < tolerance else f"a trial missed its full pass by {error:.2g} of the hidden states' size"
+    tolerance = 0.1 if dtype == "bfloat16" else 1e-3
+    return None if error < tolerance else f"a trial missed {expected} by {error:.2g} of the hidden states' size"
 
 
 @torch.no_grad()

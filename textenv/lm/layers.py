@@ -60,3 +60,24 @@ def compile_layers(model: nn.Module) -> None:
     """
     for layer in decoder_layers(model):
         layer.compile(dynamic=True)
+
+
+def check_switches(checkpointing: bool, compiled: bool) -> None:
+    """Refuse what does not go together.
+
+    Raises:
+        ValueError: both are on.
+    """
+    if compiled and checkpointing:
+        raise ValueError(
+            "`compiled` and `checkpointing` should not come together, got both: torch's compiler cannot trace layers "
+            "that are computed again. Take checkpointing where memory is short, else compiled."
+        )
+
+
+def switch_layers(model: nn.Module, checkpointing: bool, compiled: bool) -> None:
+    """Turn on what is asked for, from now on and in place; see `checkpoint_layers` and `compile_layers`."""
+    if checkpointing:
+        checkpoint_layers(model)
+    if compiled:
+        compile_layers(model)

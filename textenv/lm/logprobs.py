@@ -6,13 +6,14 @@ Legend: M tokens, H hidden size, V vocabulary. Knows nothing of models, only of 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from textenv.lm.output_head import OutputHead
 from textenv.packed_masks import PackedMasks
 
 CHUNK = 128
@@ -25,58 +26,6 @@ CHUNK_LOGITS = CHUNK * 49152
 def chunk_tokens(vocab_size: int) -> int:
     """How many tokens a chunk has."""
     return max(1, min(CHUNK, CHUNK_LOGITS // vocab_size))
-
-
-@dataclass(frozen=True)
-class OutputHead:
-    """The map from a hidden state to the distribution that tokens are sampled from.
-
-    Attributes:
-        weight: (V, H).
-        bias: (V,) or None.
-        temperature: logits are divided by it. It belongs to the distribution, so it is applied everywhere or nowhere.
-        named_size: ids from here on have embedding rows but no token; they get probability 0.
-        softcap: Gemma's final logit soft-capping, ``cap * tanh(logits / cap)``.
-    """
-
-    weight: Tensor
-    bias: Tensor | None = None
-    temperature: float = 1.0
-    named_size: int | None = None
-    softcap: float | None = None
-
-    def logits(self, hidden: Tensor, action_masks: PackedMasks | None = None) -> Tensor:
-        """Logits (M, V) of the sampling distribution, float32, from hidden states (M, H); -inf on forbidden tokens."""
-        with torch.autocast(hidden.device.type, enabled=False):
-            bias = None if self.bias is None else self.bias.float()
-            logits = torch.nn.functional.linear(hidden.float(), self.weight.float(), bias)
-            if self.softcap is not None:
-                logits = self.softcap * torch.tanh(logits / self.softcap)
-            if self.temperature != 1.0:
-                logits = logits / self.temperature
-            if self.named_size is not None and self.named_size < logits.shape[-1]:
-                unnamed = torch.arange(logits.shape[-1], device=logits.device) >= self.named_size
-                logits = logits.masked_fill(unnamed, -torch.inf)
-            if action_masks is not None:
-                logits = forbid(logits, action_masks)
-        return logits
-
-    def has_holes(self, action_masks: PackedMasks | None) -> bool:
-        """Whether some logits are -inf."""
-        return action_masks is not None or (self.named_size is not None and self.named_size < len(self.weight))
-
-
-def allowed_tokens(action_masks: PackedMasks, device: torch.device) -> Tensor:
-    """The masks (..., V) of some states as bools; the bits are unpacked on the device."""
-    packed = torch.as_tensor(action_masks.packed(), device=device)  # (..., W)
-    shifts = torch.arange(7, -1, -1, dtype=torch.uint8, device=device)
-    bits = (packed[..., None] >> shifts) & 1
-    return bits.flatten(-2)[..., : action_masks.vocab_size].bool()
-
-
-def forbid(logits: Tensor, action_masks: PackedMasks) -> Tensor:
-    """Logits (..., V) with -inf on the tokens that are not allowed, in a tensor of its own."""
-    return logits.masked_fill(~allowed_tokens(action_masks, logits.device), -torch.inf)
 
 
 def token_logprobs(
@@ -102,7 +51,8 @@ def token_logprobs(
         logprobs (M,) and entropies (M,), float32, in nats. Entropies carry no gradient without `entropy_grad`.
     """
     trains = torch.is_grad_enabled() and (hidden.requires_grad or head.weight.requires_grad)
-    arguments = targets, head, chunk or chunk_tokens(len(head.weight)), action_masks
+    chunk = chunk or max(1, chunk_tokens(len(head.weight)) // (1 if trains else 2))  # without gradient half is quicker
+    arguments = targets, head, chunk, action_masks
     if not trains:
         return _without_gradient(hidden, *arguments)
     if head.softcap is not None or (head.weight.requires_grad and (entropy_grad or head.bias is not None)):
@@ -125,7 +75,10 @@ def _without_gradient(
 ) -> tuple[Tensor, Tensor]:
     logprobs, entropies = (hidden.new_zeros(len(hidden), dtype=torch.float32) for _ in range(2))
     for rows, states, ids, masks in _chunks(hidden, targets, chunk, action_masks):
-        logprobs[rows], entropies[rows] = _read(head.logits(states, masks), ids, head.has_holes(masks))[:2]
+        logits = head.logits(states, masks)
+        logprobs[rows], log_z, probabilities = _read(logits, ids)
+        entropies[rows] = _entropies(probabilities, logits, log_z, head.has_holes(masks))
+        del logits, probabilities  # before the next chunk makes its own
     return logprobs, entropies
 
 
@@ -160,14 +113,14 @@ def _chunk_logprobs(
     return chosen - log_z, entropies
 
 
-def _read(logits: Tensor, targets: Tensor, holes: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Log pi(target) (m,), entropies (m,) and probabilities (m, V) of logits (m, V), in few passes over them."""
+def _read(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Log pi(target) (m,), log Z (m,) and probabilities (m, V) of logits (m, V), in few passes over them."""
     probabilities = torch.softmax(logits, -1)
     top, index = logits.max(-1)
     # log Z from the likeliest token, whose probability is at least 1 / V and so has full relative precision.
     log_z = top - probabilities.gather(-1, index[:, None]).squeeze(-1).log()
     chosen = logits.gather(-1, targets[:, None]).squeeze(-1)
-    return chosen - log_z, _entropies(probabilities, logits, log_z, holes), probabilities
+    return chosen - log_z, log_z, probabilities
 
 
 def _entropies(probabilities: Tensor, logits: Tensor, log_z: Tensor, holes: bool) -> Tensor:
@@ -175,6 +128,22 @@ def _entropies(probabilities: Tensor, logits: Tensor, log_z: Tensor, holes: bool
     if holes:
         logits = logits.clamp_min(-1e30)  # not the lowest float: its product with a gradient must stay finite
     return log_z - torch.bmm(probabilities[:, None], logits[:, :, None]).flatten()  # vecdot holds all products
+
+
+_rounded_weights: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Of frozen head weights: the version that was rounded, and what it became. Rounding takes as long as a chunk."""
+
+
+def _rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """A frozen weight in another precision, kept until the weight changes or goes."""
+    if weight.dtype == dtype:
+        return weight
+    version, kept = _rounded_weights.get(weight, (None, None))
+    if version != (weight._version, weight.data_ptr(), dtype):
+        kept = weight.to(dtype)
+        _rounded_weights[weight] = (weight._version, weight.data_ptr(), dtype), kept
+    assert kept is not None
+    return kept
 
 
 def _product_type(hidden: Tensor) -> torch.dtype:
@@ -187,10 +156,15 @@ def _slopes(
     states: Tensor, targets: Tensor, head: OutputHead, weight: Tensor, masks: PackedMasks | None, entropy_grad: bool
 ) -> tuple[Tensor, ...]:
     """Log-probabilities (m,), entropies (m,), and their gradients (m, H); what is (m, V) ends with the call."""
-    logprobs, entropies, probabilities = _read(head.logits(states, masks), targets, head.has_holes(masks))
+    logits = head.logits(states, masks)
+    logprobs, log_z, probabilities = _read(logits, targets)
+    if entropy_grad or head.bias is not None:
+        entropies = _entropies(probabilities, logits, log_z, head.has_holes(masks))
     expected = (probabilities.to(weight.dtype) @ weight).float()  # (m, H)
     slope = (head.weight[targets].float() - expected) / head.temperature
     if not entropy_grad:
+        if head.bias is None:  # E[logit] is linear in E[W], which is at hand: no further look at the logits
+            entropies = log_z - torch.linalg.vecdot(states.float(), expected) / head.temperature
         return logprobs, entropies, slope
     log_pi = probabilities.log().clamp_min(-1e30)
     weighted = probabilities.mul_(log_pi.add_(entropies[:, None]))  # (m, V)
@@ -213,8 +187,7 @@ class _FrozenHead(torch.autograd.Function):
         action_masks: PackedMasks | None,
         entropy_grad: bool,
     ) -> tuple[Tensor, Tensor]:
-        kind = _product_type(hidden)
-        weight = head.weight.to(kind)
+        weight = _rounded(head.weight, _product_type(hidden))
         logprobs, entropies = (hidden.new_zeros(len(hidden), dtype=torch.float32) for _ in range(2))
         gradients = [torch.empty_like(hidden) for _ in range(1 + entropy_grad)]
         for rows, states, ids, masks in _chunks(hidden, targets, chunk, action_masks):

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from textenv.lm.cache import Place, RowCache, attention_masks, plain_attention
 from textenv.lm.loading import check_placement
-from textenv.lm.logprobs import OutputHead, token_logprobs
+from textenv.lm.logprobs import token_logprobs
+from textenv.lm.output_head import OutputHead
 from textenv.lm.packing import packed_states, padded_states, why_not_packed
 from textenv.lm.precision import precision
 from textenv.packed_masks import PackedMasks

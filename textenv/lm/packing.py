@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from textenv.lm.cache import LAYER_TYPES, layer_types
+from textenv.lm.cache import failed_trial, layer_types, unknown_layers
 
 if TYPE_CHECKING:
     from textenv.lm.model import LanguageModel
@@ -224,27 +224,19 @@ def _reason(lm: LanguageModel, model: Any) -> str | None:
     config = model.config.get_text_config()
     if getattr(model, "_is_stateful", False):
         return "it is a recurrent state, which would go on from one row into the next"
-    unknown = set(layer_types(config)) - LAYER_TYPES
-    if unknown:
-        return f"it has layers of the kinds {sorted(unknown)}, and only {sorted(LAYER_TYPES)} are known"
     if config._attn_implementation != "sdpa":
         return f"its attention is {config._attn_implementation!r}, and only 'sdpa' hands our mask on to torch"
-    try:
-        with torch.autocast(model.device.type, torch.bfloat16, enabled=lm.dtype == "bfloat16"):
-            error = _trial(model)
-    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as cause:
-        return f"a trial failed ({type(cause).__name__}: {cause})"
-    tolerance = 0.1 if lm.dtype == "bfloat16" else 1e-3
-    return None if error < tolerance else f"a trial missed the padded pass by {error:.2g} of the hidden states' size"
+    return unknown_layers(config) or failed_trial(lambda: _trial(model, lm.dtype), lm.dtype, "the padded pass")
 
 
 @torch.no_grad()
-def _trial(model: Any) -> float:
+def _trial(model: Any, dtype: str) -> float:
     """Largest difference between packed and padded rows, relative to the largest hidden state."""
     lengths = torch.tensor([2, 5, 3], device=model.device)
     real = torch.arange(5, device=model.device) >= 5 - lengths[:, None]
     ids = torch.arange(15, device=model.device).view(3, 5) % model.get_input_embeddings().weight.shape[0]
     # Not as a call: what hangs on the model's calls, such as a count of its passes, is about the caller's own.
-    packed = packed_states(model.forward, model.config.get_text_config(), ids, real)[real].float()
-    padded = padded_states(model.forward, ids, real)[real].float()
+    with torch.autocast(model.device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
+        packed = packed_states(model.forward, model.config.get_text_config(), ids, real)[real].float()
+        padded = padded_states(model.forward, ids, real)[real].float()
     return float((packed - padded).abs().max() / padded.abs().max())
