@@ -21,6 +21,7 @@ from textenv.agents.config import PPOConfig
 from textenv.agents.held_out import held_out
 from textenv.agents.policy import Policy
 from textenv.agents.rollouts import Engine, engine_for
+from textenv.agents.rollouts.base import check_context
 from textenv.agents.types import IterationStats, Rollout
 from textenv.constraints import constraint_of
 from textenv.layers import text_envs
@@ -39,7 +40,7 @@ class Agent(ABC):
 
     Raises:
         TypeError: `envs` holds no text environments.
-        ValueError: the policy has nothing to train.
+        ValueError: the policy has nothing to train, or a prompt does not fit the engine.
     """
 
     config_class: ClassVar[type[PPOConfig]]
@@ -56,6 +57,7 @@ class Agent(ABC):
         self.policy, self.envs, self.config, self.seed = policy, envs, config or self.config_class(), seed
         training.attach(policy, envs)
         self.engine = engine or engine_for(policy)
+        check_context(self.engine, text_envs(envs).task)
         self.parameters = [p for p in policy.parameters() if p.requires_grad]
         if not self.parameters:
             raise ValueError(

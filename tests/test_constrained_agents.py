@@ -118,7 +118,7 @@ def test_masks_are_unpacked_a_chunk_at_a_time(monkeypatch):
         shapes.append(masks.index.shape)
         return unpacked(masks, device)
 
-    monkeypatch.setattr("textenv.lm.logprobs.allowed_tokens", spying)
+    monkeypatch.setattr("textenv.lm.output_head.allowed_tokens", spying)
     masks = PackedMasks(np.packbits(np.ones((1, 9), dtype=bool), axis=1), np.zeros(10, dtype=np.int64), 9)
     token_logprobs(torch.zeros(10, 2), torch.zeros(10).long(), OutputHead(torch.zeros(9, 2)), 4, action_masks=masks)
     assert shapes == [(4,), (4,), (2,)]

@@ -7,13 +7,15 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from agent_helpers import lm_envs
 from lm_helpers import EOS, NAMED, PROMPTS, GRUPolicy, byte_tokenizer, gpt2, llama, padded, save_model, tensors
 
-from textenv.agents import LanguageModelPolicy, TablePolicy
+from textenv.agents import PPO, LanguageModelPolicy, TablePolicy
 from textenv.agents.rollouts import HFEngine, StepwiseEngine, engine_for
 from textenv.agents.rollouts.base import draw_tokens, fill_holes, left_pad, sample_tokens
 from textenv.agents.rollouts.seeds import row_seeds, uniforms
 from textenv.agents.types import Sampling
+from textenv.layers import text_envs
 from textenv.mdp import TokenMDP
 from textenv.whole import whole_responses
 
@@ -309,3 +311,16 @@ def test_a_models_own_generation_settings_are_not_used(tmp_path, policy):
 def test_prompts_are_padded_on_the_left():
     ids, mask = left_pad([[7], [0, 5, 6]], torch.device("cpu"))
     assert ids.tolist() == [[0, 0, 7], [0, 5, 6]] and mask.tolist() == [[0, 0, 1], [1, 1, 1]]
+
+
+def test_prompts_that_an_engine_cannot_hold_are_refused_when_the_agent_is_made(tiny_model):
+    policy = LanguageModelPolicy.from_pretrained(tiny_model, lora_rank=2)
+    envs = lm_envs(tiny_model, 2, prompts=["the a", "the long and winding road of good"])
+    longest = max(len(prompt.ids) for prompt in text_envs(envs).task.prompts.prompts)
+    budget = text_envs(envs).task.mdp.max_response_tokens
+    engine = HFEngine(policy)
+    engine.context = longest + budget
+    PPO(policy, envs, engine=engine)
+    engine.context -= 1
+    with pytest.raises(ValueError, match=rf"prompts\[1\] .* context of HFEngine, .* got {longest} \+ {budget}"):
+        PPO(policy, envs, engine=engine)

@@ -7,6 +7,7 @@ import torch
 from agent_helpers import lm_agent, lm_envs
 from lm_helpers import gpt2, llama, save_model
 from torch import nn
+from value_helpers import save_classifier
 
 from textenv.agents import PPO, LanguageModelPolicy, PPOConfig
 from textenv.agents.losses import Counts
@@ -16,6 +17,7 @@ from textenv.lm.layers import checkpoint_layers, compile_layers, decoder_layers
 from textenv.lm.logprobs import token_logprobs
 from textenv.lm.offload import Offloaded
 from textenv.lm.output_head import OutputHead
+from textenv.rewards import SequenceClassificationReward
 
 LAYOUTS = {
     "adapters": {"lora_rank": 4},
@@ -234,6 +236,19 @@ def test_an_offloaded_model_goes_home_after_an_error(tiny_model, monkeypatch):
     with pytest.raises(IndexError):
         model.frozen_pass(torch.full((1, 3), 999), torch.ones(1, 3), 1)
     assert moves[-1] == "cpu" and not model.working
+
+
+def test_an_offloaded_reward_model_is_the_same_and_moves_once_a_call(tmp_path, monkeypatch):
+    folder = save_classifier(tmp_path / "classifier")
+    plain, away = (SequenceClassificationReward(folder, offload=offload, batch_size=1) for offload in (False, True))
+    moves, move = [], nn.Module.to
+    monkeypatch.setattr(nn.Module, "to", lambda self, where: moves.append(str(where)) or move(self, where))
+    texts = ["the a", "good", "bc"], [" the", " go", " a"]
+    expected = plain(*texts)
+    away(*texts)  # loads
+    moves.clear()
+    assert (away(*texts) == expected).all()
+    assert moves == ["cpu", "cpu"]
 
 
 @pytest.mark.gpu

@@ -16,10 +16,14 @@ from textenv.agents.types import Generation, Sampling
 from textenv.lm.output_head import forbid
 from textenv.packed_masks import concatenated
 from textenv.step_masks import StepMasks
+from textenv.task import TextTask
 
 
 class Engine(Protocol):
-    """Writes responses with the policy's current weights."""
+    """Writes responses with the policy's current weights.
+
+    Optional: ``context``, the tokens of prompt and response together that it can hold.
+    """
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Generation:
         """Write `sampling.samples_per_prompt` responses to each prompt (lists of token ids, not empty).
@@ -230,6 +234,24 @@ class StepwiseEngine:
 
     def close(self) -> None:
         """Nothing to free."""
+
+
+def check_context(engine: Any, task: TextTask) -> None:
+    """Refuse prompts that an engine will not be able to answer, when an agent is made and before anything is written.
+
+    Raises:
+        ValueError: a prompt and a whole response are longer than the engine's context; the prompt is named.
+    """
+    context, budget = getattr(engine, "context", None), task.mdp.max_response_tokens
+    if context is None:
+        return
+    for name, prompt in zip(task.prompts.names, task.prompts.prompts, strict=True):
+        if len(prompt.ids) + budget > context:
+            raise ValueError(
+                f"{name} and its response should fit the context of {type(engine).__name__}, {context} tokens, got "
+                f"{len(prompt.ids)} + {budget}: it could not be answered, and the run would stop when it is drawn. "
+                "Give the engine a larger max_model_len, lower max_response_tokens, or cut or drop long prompts."
+            )
 
 
 def check_temperature(policy: Any, sampling: Sampling) -> None:

@@ -5,6 +5,7 @@ Legend: B responses, L tokens, C classes.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from textenv.lm.loading import DTYPES, quiet_progress
+from textenv.lm.offload import HOME, at_work
 from textenv.lm.precision import precision
 from textenv.rewards.batches import check_pairs, score_by_length
 
@@ -42,6 +44,7 @@ class SequenceClassificationReward:
             counts them. None refuses texts beyond the model's own limit.
         label: which class of a head with several, by id or name. The score is the log-softmax of its logit (for
             ``multi_label_classification`` heads, whose labels are independent, the log-sigmoid).
+        offload: let the weights rest in main memory, and come to `device` to score.
         template: makes the text from (prompt, response), such as a chat template; None joins the two.
 
     Attributes:
@@ -60,6 +63,7 @@ class SequenceClassificationReward:
         batch_size: int = BATCH_SIZE,
         max_length: int | None = None,
         label: int | str | None = None,
+        offload: bool = False,
         template: Callable[[str, str], str] | None = None,
     ) -> None:
         if dtype not in DTYPES:
@@ -67,7 +71,7 @@ class SequenceClassificationReward:
         if batch_size < 1 or (max_length is not None and max_length < 1):
             raise ValueError(f"`batch_size` and `max_length` should be at least 1, got {batch_size} and {max_length}.")
         self.name, self.device, self.dtype = os.fspath(name_or_path), device, dtype
-        self.batch_size, self.max_length, self.template = batch_size, max_length, template
+        self.batch_size, self.max_length, self.template, self.offload = batch_size, max_length, template, offload
         self.truncated = 0
         self._config, self._tokenizer = _load_config_and_tokenizer(self.name)
         self.label_id = _label_id(self._config, label, self.name)
@@ -90,7 +94,9 @@ class SequenceClassificationReward:
         check_pairs(prompts, responses)
         join = self.template or (lambda prompt, response: prompt + response)
         rows = [self._encode(join(p, r), index) for index, (p, r) in enumerate(zip(prompts, responses, strict=True))]
-        return score_by_length(rows, self.batch_size, lambda block: self._read(self._logits(block)))
+        model = self._load()
+        with at_work(model, torch.device(self.device)) if self.offload else contextlib.nullcontext():
+            return score_by_length(rows, self.batch_size, lambda block: self._read(self._logits(block)))
 
     def _encode(self, text: str, index: int) -> list[int]:
         """Ids of one text with the classifier's own special tokens, at most `max_length` or the model's limit."""
@@ -148,7 +154,7 @@ class SequenceClassificationReward:
 
     def _load(self) -> Any:
         if self._model is None:
-            self._model = load_classifier(self.name, self.device, self.dtype)
+            self._model = load_classifier(self.name, HOME if self.offload else self.device, self.dtype)
         return self._model
 
     def __getstate__(self) -> dict[str, Any]:
