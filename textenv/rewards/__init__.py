@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from textenv.rewards.bradley_terry import bradley_terry_loss, preference_accuracy
+    from textenv.rewards.preferences import Preference
     from textenv.rewards.ratings import (
         Comparisons,
         RatedSentence,
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Comparisons",
+    "Preference",
     "RatedSentence",
     "RewardModel",
     "SequenceClassificationReward",
@@ -38,6 +40,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "preferences": ("Preference",),
     "bradley_terry": ("bradley_terry_loss", "preference_accuracy"),
     "ratings": (
         "Comparisons",
