@@ -5,6 +5,7 @@ from textenv.optional import require
 for _module in ("torch", "transformers", "peft", "jaxtyping", "safetensors"):
     require(_module, "train", "textenv.agents")
 
+from textenv.agents.alarm import Alarm, Limits, Notice, RewardHackingWarning  # noqa: E402
 from textenv.agents.config import PPOConfig  # noqa: E402
 from textenv.agents.language_model import LanguageModelPolicy  # noqa: E402
 from textenv.agents.policy import Policy  # noqa: E402
@@ -13,4 +14,16 @@ from textenv.agents.table import TablePolicy  # noqa: E402
 from textenv.agents.tiny import tiny_transformer  # noqa: E402
 from textenv.agents.training import attach  # noqa: E402
 
-__all__ = ["PPO", "LanguageModelPolicy", "PPOConfig", "Policy", "TablePolicy", "attach", "tiny_transformer"]
+__all__ = [
+    "PPO",
+    "Alarm",
+    "LanguageModelPolicy",
+    "Limits",
+    "Notice",
+    "PPOConfig",
+    "Policy",
+    "RewardHackingWarning",
+    "TablePolicy",
+    "attach",
+    "tiny_transformer",
+]

@@ -17,6 +17,7 @@ from gymnasium.vector import VectorEnv
 from numpy.typing import NDArray
 
 from textenv.agents import checkpoint, training
+from textenv.agents.alarm import Alarm
 from textenv.agents.config import PPOConfig
 from textenv.agents.held_out import held_out
 from textenv.agents.policy import Policy
@@ -25,6 +26,7 @@ from textenv.agents.rollouts.base import check_context
 from textenv.agents.types import IterationStats, Rollout
 from textenv.constraints import constraint_of
 from textenv.layers import text_envs
+from textenv.rewards.early_stopping import EarlyStopping
 
 
 class Agent(ABC):
@@ -99,6 +101,8 @@ class Agent(ABC):
         eval_envs: VectorEnv[Any, Any, Any] | None = None,
         eval_every: int = 10,
         eval_episodes: int | None = None,
+        alarm: Alarm | None = None,
+        early_stopping: EarlyStopping | None = None,
     ) -> Self:
         """Train until `total_episodes` episodes have been seen since training began.
 
@@ -115,16 +119,22 @@ class Agent(ABC):
                 are those of a run without it.
             eval_every: iterations.
             eval_episodes: episodes of each evaluation; None: one per environment.
+            alarm: compares each iteration with the first ones and warns (`RewardHackingWarning`, and in
+                ``run_dir/alarms.txt``) of what looks like reward hacking. It never changes training.
+            early_stopping: stops when the evaluations' score has not risen for a while; ``run_dir/best`` keeps the
+                checkpoint with the highest. Give `eval_envs` another scorer than training's: a gold score, or a reward
+                model trained on other comparisons.
 
         Returns:
             The agent.
 
         Raises:
-            ValueError: a number that would do nothing, or `eval_envs` that share state with the agent's environments.
+            ValueError: a number that would do nothing, `eval_envs` that share state with the agent's environments,
+                `early_stopping` without `eval_envs`, or an alarm or early stopping that has watched another run.
             FileExistsError: `run_dir` holds another run.
         """
         evaluation = held_out(self, eval_envs, eval_every, eval_episodes)
-        training.learn(self, total_episodes, run_dir, save_every, progress, evaluation)
+        training.learn(self, total_episodes, run_dir, save_every, progress, evaluation, alarm, early_stopping)
         return self
 
     def predict(self, observation: Mapping[str, NDArray[Any]], deterministic: bool = True) -> Any:

@@ -1,10 +1,12 @@
-"""Plots to files. No display, no state shared with the caller's own matplotlib figures."""
+"""Plots of training, to files."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from textenv.plotting import new_figure, save_figure
 
 PANELS = (
     ("score", "eval/score", "score"),
@@ -20,11 +22,7 @@ def plot_training(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         rows: metrics of each iteration, as in metrics.jsonl.
         path: a PNG.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 8), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(7, 8)
     for axis, (key, held_out, label) in zip(figure.subplots(len(PANELS), sharex=True), PANELS, strict=True):
         axis.plot(*curve(rows, key), marker=".", label="training")
         if any(held_out in row for row in rows):
@@ -33,7 +31,7 @@ def plot_training(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         axis.set_ylabel(label)
         axis.grid(alpha=0.3)
     axis.set_xlabel("episodes")
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)
 
 
 def curve(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], list[float]]:

@@ -3,6 +3,7 @@
 metrics.jsonl  one line per iteration, figures of evaluations among them as eval/<name>
 tensorboard/   the same for TensorBoard
 samples.txt    responses to read, per iteration
+alarms.txt     what an alarm saw, where it sounded
 training.png   score, KL and length against episodes, in training and in evaluations
 """
 
@@ -80,6 +81,7 @@ class RunLog:
             lines = [json.loads(line) for line in metrics.read_text().splitlines()]
             self.rows = [row for row in lines if row["iteration"] <= iteration]
             _keep_samples(folder / "samples.txt", iteration)
+            _keep_alarms(folder / "alarms.txt", iteration)
         folder.mkdir(parents=True, exist_ok=True)
         metrics.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
         self._tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=iteration + 1 if iteration else None)
@@ -125,6 +127,17 @@ class RunLog:
             self._print_row(cells)
             if stats.iteration % SAMPLE_EVERY == 1:
                 self._say(sample_lines(stats.samples))
+
+    def alarm(self, line: str) -> None:
+        """Keep a line that begins with its iteration's number."""
+        if self.folder is not None:
+            with (self.folder / "alarms.txt").open("a") as file:
+                file.write(line + "\n")
+
+    def note(self, line: str) -> None:
+        """Show a line."""
+        if self._progress:
+            self._say(line)
 
     def _write(self, figures: Mapping[str, float]) -> None:
         """One line of metrics, and the same for TensorBoard."""
@@ -216,3 +229,10 @@ def _keep_samples(path: Path, iteration: int) -> None:
     if path.exists():
         kept = path.read_text().partition(f"== iteration {iteration + 1},")[0]
         path.write_text(kept)
+
+
+def _keep_alarms(path: Path, iteration: int) -> None:
+    """Cut the alarms of iterations that a resumed run goes through anew."""
+    if path.exists():
+        lines = path.read_text().splitlines(keepends=True)
+        path.write_text("".join(line for line in lines if int(line.split()[1].rstrip(",")) <= iteration))

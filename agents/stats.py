@@ -11,7 +11,8 @@ from torch import Tensor
 from textenv.agents.losses import approx_kl, explained_variance
 from textenv.agents.mismatch import MISMATCH
 from textenv.agents.types import IterationStats, Rollout, Sample
-from textenv.metrics import distinct_n
+from textenv.correlation import pearson
+from textenv.metrics import distinct_n, repetition_rate
 
 SAMPLES = 4
 """Responses kept to look at, per iteration."""
@@ -132,6 +133,7 @@ def iteration_stats(
         response_length=_mean(lengths.float()),
         eos_rate=_mean(torch.tensor(stopped, dtype=torch.float32)),
         distinct_2=distinct_n(texts, 2),
+        repetition=repetition_rate(texts),
         kl_coef=kl_coef,
         learning_rate=learning_rate,
         explained_variance=explained_variance(rollout.values, rollout.returns, rollout.response_mask),
@@ -142,8 +144,21 @@ def iteration_stats(
             Sample(*sample)
             for sample in list(zip(rollout.prompts, rollout.responses, rollout.scores.tolist(), strict=True))[:SAMPLES]
         ),
+        **_surprise_figures(rollout, kept),
         **update.figures(),
     )
+
+
+def _surprise_figures(rollout: Rollout, kept: Tensor) -> dict[str, float]:
+    """How odd responses look to the reference, and whether the odd ones score higher."""
+    if rollout.ref_logprobs is None or not kept.any():
+        return {"ref_perplexity": math.nan, "score_surprise": math.nan}
+    logprobs = torch.where(rollout.response_mask, rollout.ref_logprobs, torch.zeros_like(rollout.ref_logprobs))
+    nats, tokens = -logprobs.double().sum(-1).cpu()[kept], rollout.response_mask.sum(-1).cpu()[kept]
+    return {
+        "ref_perplexity": float((nats.sum() / tokens.sum()).exp()),
+        "score_surprise": pearson(rollout.scores.cpu()[kept].numpy(), (nats / tokens).numpy()).value,
+    }
 
 
 def _mean(x: Tensor) -> float:

@@ -19,13 +19,16 @@ from numpy.typing import NDArray
 from textenv.agents.policy import Policy, PolicyLogprobs, arithmetic, check_takes_action_masks, device_of
 from textenv.agents.rollouts.base import sample_tokens
 from textenv.agents.run_log import RunLog
+from textenv.agents.watching import Watch
 from textenv.constraints import Constraint, constraint_of
 from textenv.lm.output_head import forbid
 from textenv.replay import attach_policy, layers, text_envs
 
 if TYPE_CHECKING:
     from textenv.agents.agent import Agent
+    from textenv.agents.alarm import Alarm
     from textenv.agents.held_out import HeldOut
+    from textenv.rewards.early_stopping import EarlyStopping
 
 
 def derive_seed(seed: int, iteration: int) -> int:
@@ -74,6 +77,8 @@ def learn(
     save_every: int,
     progress: bool,
     held_out: HeldOut | None = None,
+    alarm: Alarm | None = None,
+    early_stopping: EarlyStopping | None = None,
 ) -> None:
     """Drive an agent's iterations, evaluate and log them, and keep a checkpoint of the last one that was completed.
 
@@ -85,6 +90,11 @@ def learn(
             raise ValueError(
                 f"`{name}` should be an integer of at least 1, got {value!r}: there would be nothing to do."
             )
+    if early_stopping is not None and held_out is None:
+        raise ValueError(
+            "`early_stopping` watches the score of evaluations, but there are no `eval_envs`: training would never "
+            "stop early. Pass environments whose scorer is the gold score or a held-out reward model."
+        )
     agent.total_episodes = total_episodes
     folder = None if run_dir is None else Path(run_dir)
     if run_dir == "auto":
@@ -94,17 +104,26 @@ def learn(
     evaluates = held_out is not None
     done, price = (agent.iteration, agent.episodes), _price(agent)
     with RunLog(folder, total_episodes, *done, progress, goes_on, evaluates, price) as log:
+        watch = Watch(alarm, early_stopping, folder)
+        watch.begin(agent, log)
         agent.run_folder = None if folder is None else folder.resolve()
         if checkpoint is not None:
             agent.save(checkpoint)
         if held_out is not None and agent.iteration == 0 and not log.rows:
-            log.record_start(held_out.evaluate())
-        while agent.episodes < total_episodes:
+            evaluation = held_out.evaluate()
+            log.record_start(evaluation)
+            watch.evaluated(agent, evaluation)
+        while agent.episodes < total_episodes and not watch.stop:
             stats = agent.step()
             last = agent.episodes >= total_episodes
-            log.record(stats, held_out.evaluate() if held_out is not None and held_out.due(last) else None)
-            if checkpoint is not None and (last or agent.iteration % save_every == 0):
+            evaluated = held_out.evaluate() if held_out is not None and held_out.due(last) else None
+            log.record(stats, evaluated)
+            watch.evaluated(agent, evaluated)
+            if checkpoint is not None and (last or watch.stop or agent.iteration % save_every == 0):
                 agent.save(checkpoint)
+            watch.sound(stats, log)
+        if watch.stop:
+            log.note(watch.reason)
 
 
 def _price(agent: Agent) -> str | None:

@@ -159,6 +159,12 @@ class IterationStats:
     """Share of responses that ended with a stop id."""
     distinct_2: float
     """Distinct word pairs over word pairs, all responses together."""
+    repetition: float
+    """Share of a response's word 4-grams that it has said before, mean over responses of four words or more."""
+    ref_perplexity: float
+    """exp of the reference's nats per token on the responses: how odd they look to it."""
+    score_surprise: float
+    """Correlation over responses of the score with the reference's nats per token: whether oddness pays."""
     entropy: float
     """Mean entropy per token, nats."""
     kl_coef: float

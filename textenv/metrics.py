@@ -42,6 +42,23 @@ def distinct_n_estimate(texts: Sequence[str], n: int = 2, confidence: float = 0.
     return Estimate(value, max(low, 0.0), min(high, 1.0))
 
 
+def repetition_rate(texts: Sequence[str], n: int = 4) -> float:
+    """Share of a text's word n-grams that it has said before, averaged over texts.
+
+    seq-rep-n of Welleck et al. 2019 (arXiv:1908.04319): 1 - distinct n-grams / n-grams, within each text. Unlike
+    `distinct_n` it does not depend on how many texts there are, and does not see that they resemble each other. Texts
+    of fewer than n words are left out; nan where all are.
+
+    Example:
+        Of the pairs "a b", "b a", "a b" one has been said before:
+
+        >>> repetition_rate(["a b a b"], 2)
+        0.333...
+    """
+    counts = [count for text in texts if (count := ngrams(text, n))]
+    return float(np.mean([1 - len(count) / count.total() for count in counts])) if counts else float("nan")
+
+
 def ngrams(text: str, n: int) -> Counter[tuple[str, ...]]:
     """Word n-grams of a text, lower case, with the number of their occurrences."""
     words = text.lower().split()

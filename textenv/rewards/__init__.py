@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from textenv.rewards.bradley_terry import bradley_terry_loss, preference_accuracy
+    from textenv.rewards.early_stopping import EarlyStopping
+    from textenv.rewards.genuine import review_answers
+    from textenv.rewards.overoptimisation import (
+        best_of_n_curve,
+        best_of_n_kl,
+        best_of_n_scores,
+        best_of_n_weights,
+    )
+    from textenv.rewards.overoptimisation_curve import GoldFit, OverOptimisation, Peak, fit_gold
     from textenv.rewards.preferences import Preference
+    from textenv.rewards.probe_report import ProbeReport, VariantResult
+    from textenv.rewards.probes import probe
     from textenv.rewards.ratings import (
         Comparisons,
         RatedSentence,
@@ -22,18 +33,33 @@ if TYPE_CHECKING:
     from textenv.rewards.reward_model import RewardModel
     from textenv.rewards.sequence_classification import SequenceClassificationReward
     from textenv.rewards.shared import score_and_logprobs, shares_trunk
+    from textenv.rewards.variants import VARIANTS
 
 __all__ = [
+    "VARIANTS",
     "Comparisons",
+    "EarlyStopping",
+    "GoldFit",
+    "OverOptimisation",
+    "Peak",
     "Preference",
+    "ProbeReport",
     "RatedSentence",
     "RewardModel",
     "SequenceClassificationReward",
+    "VariantResult",
+    "best_of_n_curve",
+    "best_of_n_kl",
+    "best_of_n_scores",
+    "best_of_n_weights",
     "bradley_terry_loss",
     "draw_comparisons",
+    "fit_gold",
     "load_openings",
     "load_ratings",
     "preference_accuracy",
+    "probe",
+    "review_answers",
     "score_and_logprobs",
     "shares_trunk",
     "split_ratings",
@@ -42,6 +68,12 @@ __all__ = [
 _HOMES = {
     "preferences": ("Preference",),
     "bradley_terry": ("bradley_terry_loss", "preference_accuracy"),
+    "early_stopping": ("EarlyStopping",),
+    "genuine": ("review_answers",),
+    "overoptimisation": ("best_of_n_curve", "best_of_n_kl", "best_of_n_scores", "best_of_n_weights"),
+    "overoptimisation_curve": ("GoldFit", "OverOptimisation", "Peak", "fit_gold"),
+    "probe_report": ("ProbeReport", "VariantResult"),
+    "probes": ("probe",),
     "ratings": (
         "Comparisons",
         "RatedSentence",
@@ -53,6 +85,7 @@ _HOMES = {
     "reward_model": ("RewardModel",),
     "sequence_classification": ("SequenceClassificationReward",),
     "shared": ("score_and_logprobs", "shares_trunk"),
+    "variants": ("VARIANTS",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
