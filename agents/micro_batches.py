@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
+from textenv.lm.token_blocks import block_sizes
+
 
 def by_length(attention_mask: Tensor, index: Tensor) -> Tensor:
     """The rows of `index` from short to long."""
@@ -36,15 +38,7 @@ def micro_batches(attention_mask: Tensor, index: Tensor, budget: int | None) -> 
     if len(index) == 0:
         return []
     order = by_length(attention_mask, index)
-    if budget is None:
-        return [order]
-    sizes, count = [], 0
-    for length in attention_mask[order].sum(-1).tolist():
-        if count and (count + 1) * length > budget:
-            sizes.append(count)
-            count = 0
-        count += 1
-    return list(order.split([*sizes, count]))
+    return list(order.split(block_sizes(attention_mask[order].sum(-1).tolist(), budget)))
 
 
 def token_budget(policy: Any, asked: int | None) -> int | None:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from textenv.lm import LanguageModel, load_causal_lm
 from textenv.lm.adapters import add_lora, round_frozen_layers
+from textenv.lm.trunk import HeadlessModel
 from textenv.rewards import RewardModel, SequenceClassificationReward
 
 ValueKind = Literal["trunk", "detached", "separate", "reward"]
@@ -82,13 +83,6 @@ class ValueHead(nn.Module):
         self.bias.fill_(float(bias))
 
 
-class _Trunk(LanguageModel):
-    """A causal trunk as `LanguageModel` reads it, without the output head that its construction looks at."""
-
-    def __init__(self, trunk: Any, dtype: str) -> None:
-        self.model, self.dtype = trunk, dtype
-
-
 class ValueNetwork(nn.Module):
     """A trunk of the value function's own.
 
@@ -100,7 +94,7 @@ class ValueNetwork(nn.Module):
     def __init__(self, trunk: Any, dtype: str) -> None:
         super().__init__()
         self.trunk = trunk
-        self._reader = _Trunk(trunk, dtype)
+        self._reader = HeadlessModel(trunk, dtype)
 
     @property
     def hidden_size(self) -> int:

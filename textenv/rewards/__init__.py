@@ -1,4 +1,4 @@
-"""Scorers learned from people: ratings, the Bradley-Terry loss, reward models.
+"""Scorers learned from people: ratings, comparisons, training on them, reward models, how good they are.
 
 Names are imported when first used, so that ratings and prompts can be read without loading torch.
 """
@@ -9,19 +9,28 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from textenv.rewards.bradley_terry import bradley_terry_loss, preference_accuracy
+    from textenv.rewards.bradley_terry import bradley_terry_loss, centering_loss, preference_accuracy
+    from textenv.rewards.comparison_data import PreferenceData
     from textenv.rewards.early_stopping import EarlyStopping
+    from textenv.rewards.ensemble import RewardEnsemble, pessimistic
     from textenv.rewards.genuine import review_answers
-    from textenv.rewards.overoptimisation import (
-        best_of_n_curve,
-        best_of_n_kl,
-        best_of_n_scores,
-        best_of_n_weights,
-    )
+    from textenv.rewards.learning_curves import learning_curve
+    from textenv.rewards.network import RewardNetwork
+    from textenv.rewards.network_files import load_adapters, save_adapters, save_classifier
+    from textenv.rewards.noise_ceiling import half_against_half, one_against_rest, pair_accuracy
+    from textenv.rewards.overoptimisation import best_of_n_curve, best_of_n_kl, best_of_n_scores, best_of_n_weights
     from textenv.rewards.overoptimisation_curve import GoldFit, OverOptimisation, Peak, fit_gold
+    from textenv.rewards.plots import plot_calibration, plot_learning_curve, plot_scores
+    from textenv.rewards.preference_evaluation import (
+        accuracy_estimate,
+        calibration_curve,
+        evaluate_preferences,
+        score_distribution,
+    )
     from textenv.rewards.preferences import Preference
     from textenv.rewards.probe_report import ProbeReport, VariantResult
     from textenv.rewards.probes import probe
+    from textenv.rewards.rated_data import RatedData
     from textenv.rewards.ratings import (
         Comparisons,
         RatedSentence,
@@ -33,6 +42,7 @@ if TYPE_CHECKING:
     from textenv.rewards.reward_model import RewardModel
     from textenv.rewards.sequence_classification import SequenceClassificationReward
     from textenv.rewards.shared import score_and_logprobs, shares_trunk
+    from textenv.rewards.training import RewardTrainer, RewardTrainingConfig
     from textenv.rewards.variants import VARIANTS
 
 __all__ = [
@@ -43,37 +53,105 @@ __all__ = [
     "OverOptimisation",
     "Peak",
     "Preference",
+    "PreferenceData",
     "ProbeReport",
+    "RatedData",
     "RatedSentence",
+    "RewardEnsemble",
     "RewardModel",
+    "RewardNetwork",
+    "RewardTrainer",
+    "RewardTrainingConfig",
     "SequenceClassificationReward",
     "VariantResult",
+    "accuracy_estimate",
     "best_of_n_curve",
     "best_of_n_kl",
     "best_of_n_scores",
     "best_of_n_weights",
     "bradley_terry_loss",
+    "calibration_curve",
+    "centering_loss",
     "draw_comparisons",
+    "evaluate_preferences",
     "fit_gold",
+    "half_against_half",
+    "learning_curve",
+    "load_adapters",
     "load_openings",
     "load_ratings",
+    "one_against_rest",
+    "pair_accuracy",
+    "pessimistic",
+    "plot_calibration",
+    "plot_learning_curve",
+    "plot_scores",
     "preference_accuracy",
     "probe",
     "review_answers",
+    "save_adapters",
+    "save_classifier",
     "score_and_logprobs",
+    "score_distribution",
     "shares_trunk",
     "split_ratings",
 ]
 
 _HOMES = {
-    "preferences": ("Preference",),
-    "bradley_terry": ("bradley_terry_loss", "preference_accuracy"),
+    "bradley_terry": (
+        "bradley_terry_loss",
+        "centering_loss",
+        "preference_accuracy",
+    ),
+    "comparison_data": ("PreferenceData",),
     "early_stopping": ("EarlyStopping",),
+    "ensemble": (
+        "RewardEnsemble",
+        "pessimistic",
+    ),
     "genuine": ("review_answers",),
-    "overoptimisation": ("best_of_n_curve", "best_of_n_kl", "best_of_n_scores", "best_of_n_weights"),
-    "overoptimisation_curve": ("GoldFit", "OverOptimisation", "Peak", "fit_gold"),
-    "probe_report": ("ProbeReport", "VariantResult"),
+    "learning_curves": ("learning_curve",),
+    "network": ("RewardNetwork",),
+    "network_files": (
+        "load_adapters",
+        "save_adapters",
+        "save_classifier",
+    ),
+    "noise_ceiling": (
+        "half_against_half",
+        "one_against_rest",
+        "pair_accuracy",
+    ),
+    "overoptimisation": (
+        "best_of_n_curve",
+        "best_of_n_kl",
+        "best_of_n_scores",
+        "best_of_n_weights",
+    ),
+    "overoptimisation_curve": (
+        "GoldFit",
+        "OverOptimisation",
+        "Peak",
+        "fit_gold",
+    ),
+    "plots": (
+        "plot_calibration",
+        "plot_learning_curve",
+        "plot_scores",
+    ),
+    "preference_evaluation": (
+        "accuracy_estimate",
+        "calibration_curve",
+        "evaluate_preferences",
+        "score_distribution",
+    ),
+    "preferences": ("Preference",),
+    "probe_report": (
+        "ProbeReport",
+        "VariantResult",
+    ),
     "probes": ("probe",),
+    "rated_data": ("RatedData",),
     "ratings": (
         "Comparisons",
         "RatedSentence",
@@ -84,7 +162,14 @@ _HOMES = {
     ),
     "reward_model": ("RewardModel",),
     "sequence_classification": ("SequenceClassificationReward",),
-    "shared": ("score_and_logprobs", "shares_trunk"),
+    "shared": (
+        "score_and_logprobs",
+        "shares_trunk",
+    ),
+    "training": (
+        "RewardTrainer",
+        "RewardTrainingConfig",
+    ),
     "variants": ("VARIANTS",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

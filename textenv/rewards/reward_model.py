@@ -134,9 +134,9 @@ class RewardModel:
         """Write the head (not the trunk) as safetensors, with its metadata and the trunk's name."""
         from safetensors.numpy import save
 
-        metadata = {**self.metadata, "trunk": _portable_name(self.source)}
+        metadata = {**self.metadata, "trunk": portable_name(self.source)}
         packed = save({"weight": self.weight, "bias": np.array([self.bias])}, metadata=metadata)
-        Path(path).write_bytes(_with_sorted_header(packed))
+        Path(path).write_bytes(with_sorted_header(packed))
 
     @property
     def source(self) -> str:
@@ -231,7 +231,7 @@ def _read_head(path: str | os.PathLike[str]) -> tuple[NDArray[Any], float, dict[
     return weight, bias.item(), metadata
 
 
-def _with_sorted_header(packed: bytes) -> bytes:
+def with_sorted_header(packed: bytes) -> bytes:
     """The same safetensors file with its header in order, which safetensors leaves to chance: same head, same bytes."""
     end = 8 + int.from_bytes(packed[:8], "little")
     header = json.dumps(json.loads(packed[8:end]), sort_keys=True, separators=(",", ":")).encode()
@@ -239,7 +239,7 @@ def _with_sorted_header(packed: bytes) -> bytes:
     return len(header).to_bytes(8, "little") + header + packed[end:]
 
 
-def _portable_name(source: str) -> str:
+def portable_name(source: str) -> str:
     """A trunk's source as a name that means the same on another machine, where there is one."""
     for name, model in EMBEDDED.items():
         if source in (name, model.hub_id, str(cache_folder() / name)):

@@ -20,6 +20,9 @@ from textenv.lm.offload import HOME, at_work
 from textenv.lm.precision import precision
 from textenv.rewards.batches import check_pairs, score_by_length
 
+SCORE_OFFSET = "score_offset"
+"""What a reward model's configuration calls the constant that is added to its scores: transformers' heads on decoders
+have no bias to keep it in."""
 BATCH_SIZE = 32
 NO_LIMIT = 10**6
 """Tokenizers without a length limit report a huge number."""
@@ -73,7 +76,7 @@ class SequenceClassificationReward:
         self.name, self.device, self.dtype = os.fspath(name_or_path), device, dtype
         self.batch_size, self.max_length, self.template, self.offload = batch_size, max_length, template, offload
         self.truncated = 0
-        self._config, self._tokenizer = _load_config_and_tokenizer(self.name)
+        self._config, self._tokenizer = load_config_and_tokenizer(self.name)
         self.label_id = _label_id(self._config, label, self.name)
         self._model: Any = None
 
@@ -100,20 +103,9 @@ class SequenceClassificationReward:
 
     def _encode(self, text: str, index: int) -> list[int]:
         """Ids of one text with the classifier's own special tokens, at most `max_length` or the model's limit."""
-        ids = _one_bos(list(self._tokenizer(text, truncation=False, verbose=False).input_ids), self._tokenizer)
-        if not ids:
-            raise ValueError(f"Row {index}: the text {text!r} has no tokens for {self.name}, so it cannot be scored.")
-        limit = min(_length_limit(self._config, self._tokenizer), self.max_length or NO_LIMIT)
-        if len(ids) <= limit:
-            return ids
-        if self.max_length is None:
-            raise ValueError(
-                f"Row {index}: a text should have at most {limit} tokens for {self.name}, got {len(ids)}: "
-                f"{text[:80]!r}... Pass max_length={limit} to cut texts at their start, or shorten the responses."
-            )
-        self.truncated += 1
-        # This tokenizer was loaded with truncation_side="left": special tokens stay, the text's first tokens go.
-        return _one_bos(list(self._tokenizer(text, truncation=True, max_length=limit).input_ids), self._tokenizer)
+        ids, was_cut = encode_text(text, self._tokenizer, self._config, self.max_length, f"Row {index}", self.name)
+        self.truncated += was_cut
+        return ids
 
     @torch.no_grad()
     def _logits(self, rows: list[list[int]]) -> Tensor:
@@ -125,7 +117,7 @@ class SequenceClassificationReward:
         input_ids[attention_mask.bool()] = torch.tensor([i for row in rows for i in row])
         inputs = {"input_ids": input_ids.to(self.device), "attention_mask": attention_mask.to(self.device)}
         with precision(self.device, self.dtype):
-            if not _is_decoder_type(model):
+            if not is_decoder_type(model):
                 logits: Tensor = model(**inputs).logits
             else:
                 hidden = model.base_model(**inputs, use_cache=False).last_hidden_state  # (B, L, H)
@@ -162,7 +154,12 @@ class SequenceClassificationReward:
         return {**self.__dict__, "_model": None}
 
 
-def _load_config_and_tokenizer(name: str) -> tuple[Any, Any]:
+def load_config_and_tokenizer(name: str) -> tuple[Any, Any]:
+    """A checkpoint's configuration and tokenizer, which cuts long texts at their start.
+
+    Raises:
+        ValueError: there is none of the name.
+    """
     from transformers import AutoConfig, AutoTokenizer
 
     try:
@@ -196,10 +193,13 @@ def load_classifier(name: str, device: str, dtype: str) -> Any:
             f"{name!r} should be a trained sequence classifier, but has no weights for {missing}. Random ones "
             "would give meaningless scores. Is it a language model without a classification head?"
         )
+    if is_decoder_type(model) and getattr(model.config, SCORE_OFFSET, 0.0):
+        bias = torch.full_like(model.score.weight[:, 0], getattr(model.config, SCORE_OFFSET))
+        model.score.bias = torch.nn.Parameter(bias if model.score.bias is None else model.score.bias.data + bias)
     return model.to(device).eval().requires_grad_(False)
 
 
-def _is_decoder_type(model: Any) -> bool:
+def is_decoder_type(model: Any) -> bool:
     """Whether the head is one linear layer, ``score``, on a causal model's last token, as transformers builds them."""
     return isinstance(getattr(model, "score", None), torch.nn.Linear)
 
@@ -222,6 +222,40 @@ def _length_limit(config: Any, tokenizer: Any) -> int:
     """Tokens that the classifier can read: what its tokenizer says, at most its positions."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or NO_LIMIT
     return int(min(positions, tokenizer.model_max_length, NO_LIMIT))
+
+
+def encode_text(
+    text: str, tokenizer: Any, config: Any, max_length: int | None, row: str, name: str
+) -> tuple[list[int], bool]:
+    """Ids of one text as a classifier reads it: with its own special tokens, and one BOS where it has one.
+
+    Args:
+        text: prompt and response together.
+        tokenizer: from `load_config_and_tokenizer`, so that it cuts at the start.
+        config: the checkpoint's.
+        max_length: longer texts lose tokens at their start; None refuses texts beyond the model's own limit.
+        row: names the text in errors.
+        name: the checkpoint's.
+
+    Returns:
+        The ids, and whether the text was cut.
+
+    Raises:
+        ValueError: the text has no tokens, or too many.
+    """
+    ids = _one_bos(list(tokenizer(text, truncation=False, verbose=False).input_ids), tokenizer)
+    if not ids:
+        raise ValueError(f"{row}: the text {text!r} has no tokens for {name}, so it cannot be scored.")
+    limit = min(_length_limit(config, tokenizer), max_length or NO_LIMIT)
+    if len(ids) <= limit:
+        return ids, False
+    if max_length is None:
+        raise ValueError(
+            f"{row}: a text should have at most {limit} tokens for {name}, got {len(ids)}: "
+            f"{text[:80]!r}... Pass max_length={limit} to cut texts at their start, or shorten the responses."
+        )
+    # The tokenizer was loaded with truncation_side="left": special tokens stay, the text's first tokens go.
+    return _one_bos(list(tokenizer(text, truncation=True, max_length=limit).input_ids), tokenizer), True
 
 
 def _one_bos(ids: list[int], tokenizer: Any) -> list[int]:

@@ -28,6 +28,7 @@ from torch import Tensor
 from textenv.lm import LanguageModel, LazyLanguageModel, TextTokenizer, load_tokenizer
 from textenv.lm.precision import precision
 from textenv.rewards.bradley_terry import bradley_terry_loss
+from textenv.rewards.noise_ceiling import pair_accuracy
 from textenv.rewards.ratings import (
     ASSETS,
     OPENINGS_FILE,
@@ -167,16 +168,13 @@ def choose_weight_decay(states: NDArray[np.float32], sentences: Sequence[RatedSe
     return min(losses, key=losses.__getitem__)
 
 
-def pair_accuracy(scores: NDArray[np.float64], means: NDArray[np.float64]) -> float:
-    """Share of pairs with distinct mean ratings that the scores order as the means do; tied scores count one half."""
-    above = means[:, None] > means  # (S, S): each pair once
-    order = np.sign(scores[:, None] - scores)[above]
-    return float((order.mean() + 1) / 2)
-
-
 def held_out_figures(head: Head, states: NDArray[np.float32], sentences: Sequence[RatedSentence]) -> dict[str, float]:
     """Pair accuracy and correlation against the human means, on whole sentences and on cut ones."""
-    scores = head.scores(states)  # (S, K)
+    return score_figures(head.scores(states), sentences)
+
+
+def score_figures(scores: NDArray[np.float64], sentences: Sequence[RatedSentence]) -> dict[str, float]:
+    """The same of scores (S, K), read at the end and at the cuts."""
     means = np.array([s.mean for s in sentences])
     return {
         "held_out_accuracy": pair_accuracy(scores[:, 0], means),
