@@ -5,7 +5,7 @@ from textenv.optional import require
 for _module in ("torch", "transformers", "peft", "jaxtyping", "safetensors"):
     require(_module, "train", "textenv.agents")
 
-from textenv.agents.alarm import Alarm, Limits, Notice, RewardHackingWarning  # noqa: E402
+from textenv.agents.alarm import Alarm, AlarmLimits, Notice, RewardHackingWarning  # noqa: E402
 from textenv.agents.config import PPOConfig  # noqa: E402
 from textenv.agents.language_model import LanguageModelPolicy  # noqa: E402
 from textenv.agents.policy import Policy  # noqa: E402
@@ -17,8 +17,8 @@ from textenv.agents.training import attach  # noqa: E402
 __all__ = [
     "PPO",
     "Alarm",
+    "AlarmLimits",
     "LanguageModelPolicy",
-    "Limits",
     "Notice",
     "PPOConfig",
     "Policy",

@@ -46,7 +46,7 @@ class Notice:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class AlarmLimits:
     """How far the mean of the last iterations may be from that of the first ones.
 
     Attributes:
@@ -114,13 +114,13 @@ class Alarm:
         ValueError: a baseline or window below 1.
     """
 
-    def __init__(self, limits: Limits | None = None, *, baseline: int = 3, window: int = 3) -> None:
+    def __init__(self, limits: AlarmLimits | None = None, *, baseline: int = 3, window: int = 3) -> None:
         for name, value in (("baseline", baseline), ("window", window)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(
                     f"`{name}` should be an integer of at least 1, got {value!r}: nothing to average over."
                 )
-        self.limits, self.baseline, self.window = limits or Limits(), baseline, window
+        self.limits, self.baseline, self.window = limits or AlarmLimits(), baseline, window
         self.notices: list[Notice] = []
         self.iteration = 0
         self._first: list[dict[str, float]] = []
@@ -171,13 +171,13 @@ class Alarm:
                 self(row)
 
 
-def judge(first: Figures, now: Figures, limits: Limits) -> dict[str, tuple[str, str]]:
+def judge(first: Figures, now: Figures, limits: AlarmLimits) -> dict[str, tuple[str, str]]:
     """What is wrong with `now`, by kind: what was seen, and what usually cures it. Pure.
 
     Args:
         first: means of the first iterations, by the names in `FIGURES`; nan where not defined.
         now: of the last ones.
-        limits: see `Limits`. A comparison with nan is not crossed.
+        limits: see `AlarmLimits`. A comparison with nan is not crossed.
     """
     score = f"The score rose from {first['score']:.3g} to {now['score']:.3g}"
     gained = now["score"] - first["score"] >= limits.score_gain * first["score_std"] > 0

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_run_log import stats_of
 
-from textenv.agents import PPO, Alarm, Limits, RewardHackingWarning, TablePolicy
+from textenv.agents import PPO, Alarm, AlarmLimits, RewardHackingWarning, TablePolicy
 from textenv.agents.alarm import CURES, FIGURES, judge
 from textenv.agents.stats import UpdateStats, iteration_stats
 from textenv.agents.types import Rollout
@@ -56,12 +56,12 @@ def feed(alarm, rows, start=1):
 
 @pytest.mark.parametrize("kind", HACKED)
 def test_each_alarm_has_its_own_cause(kind):
-    found = judge(HEALTHY, HEALTHY | HACKED[kind], Limits())
+    found = judge(HEALTHY, HEALTHY | HACKED[kind], AlarmLimits())
     assert list(found) == [kind]
     saw, cure = found[kind]
     assert cure == CURES[kind] and "Usual cures: " in cure
     figure = {"repetition": "21%", "diversity": "0.69", "length": "30.5", "perplexity": "61", "surprise": "0.65"}[kind]
-    assert figure in saw and judge(HEALTHY, HEALTHY, Limits()) == {}
+    assert figure in saw and judge(HEALTHY, HEALTHY, AlarmLimits()) == {}
 
 
 @pytest.mark.parametrize(
@@ -79,31 +79,31 @@ def test_each_alarm_has_its_own_cause(kind):
     ],
 )
 def test_healthy_figures_are_left_alone(change):
-    assert judge(HEALTHY, HEALTHY | change, Limits()) == {}
+    assert judge(HEALTHY, HEALTHY | change, AlarmLimits()) == {}
 
 
 def test_length_drifts_both_ways():
-    assert list(judge(HEALTHY, HEALTHY | {"response_length": 13.3}, Limits())) == ["length"]
+    assert list(judge(HEALTHY, HEALTHY | {"response_length": 13.3}, AlarmLimits())) == ["length"]
 
 
 def test_a_negative_correlation_at_first_does_not_count_as_a_head_start():
     """From -0.4 to 0.3 is a rise of 0.7, but 0.3 alone is no sign that oddness pays."""
     first = HEALTHY | {"score_surprise": -0.4}
-    assert judge(first, first | {"score": 2.0, "score_surprise": 0.3}, Limits()) == {}
+    assert judge(first, first | {"score": 2.0, "score_surprise": 0.3}, AlarmLimits()) == {}
 
 
 @given(st.sampled_from(FIGURES), st.sampled_from(["first", "now"]))
 def test_what_is_not_defined_sets_nothing_off(name, which):
     rows = {"first": dict(HEALTHY), "now": HEALTHY | {k: v for hacked in HACKED.values() for k, v in hacked.items()}}
-    everything = set(judge(**rows, limits=Limits()))
+    everything = set(judge(**rows, limits=AlarmLimits()))
     assert everything == set(HACKED)
     rows[which][name] = math.nan
-    assert set(judge(**rows, limits=Limits())) < everything or name == "score_std"
+    assert set(judge(**rows, limits=AlarmLimits())) < everything or name == "score_std"
 
 
 def test_scores_that_did_not_vary_at_first_have_no_deviation_to_gain():
     first = HEALTHY | {"score_std": 0.0}
-    assert "perplexity" not in judge(first, first | HACKED["perplexity"], Limits())
+    assert "perplexity" not in judge(first, first | HACKED["perplexity"], AlarmLimits())
 
 
 @pytest.mark.parametrize(
@@ -111,11 +111,11 @@ def test_scores_that_did_not_vary_at_first_have_no_deviation_to_gain():
 )
 def test_limits_that_chance_would_cross_are_refused(limit):
     with pytest.raises(ValueError, match=f"`{next(iter(limit))}` should be above"):
-        Limits(**limit)
+        AlarmLimits(**limit)
 
 
 def test_a_limit_can_be_left_out():
-    assert judge(HEALTHY, HEALTHY | HACKED["length"], Limits(length=math.inf)) == {}
+    assert judge(HEALTHY, HEALTHY | HACKED["length"], AlarmLimits(length=math.inf)) == {}
 
 
 # When it sounds
@@ -242,7 +242,7 @@ def collapsing(**options):
 
 
 def test_learn_warns_and_keeps_what_it_said(tmp_path):
-    alarm = Alarm(Limits(diversity=0.05, repetition=0.01, length=1.2), baseline=1, window=1)
+    alarm = Alarm(AlarmLimits(diversity=0.05, repetition=0.01, length=1.2), baseline=1, window=1)
     with pytest.warns(RewardHackingWarning) as caught:
         collapsing().learn(640, tmp_path / "run", progress=False, alarm=alarm)
     heard = [warning for warning in caught if warning.category is RewardHackingWarning]
@@ -257,14 +257,14 @@ def test_training_does_not_notice():
     plain.learn(320, None, progress=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RewardHackingWarning)
-        watched.learn(320, None, progress=False, alarm=Alarm(Limits(length=1.01), baseline=1, window=1))
+        watched.learn(320, None, progress=False, alarm=Alarm(AlarmLimits(length=1.01), baseline=1, window=1))
     for one, other in zip(plain.policy.parameters(), watched.policy.parameters(), strict=True):
         assert one.equal(other)
 
 
 def test_a_resumed_run_remembers_how_it_began(tmp_path):
     def learn(agent, total, folder):
-        alarm = Alarm(Limits(length=1.05), baseline=2, window=1)
+        alarm = Alarm(AlarmLimits(length=1.05), baseline=2, window=1)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RewardHackingWarning)
             agent.learn(total, folder, progress=False, alarm=alarm)
@@ -303,7 +303,9 @@ def test_made_an_error_it_stops_after_the_checkpoint(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error", RewardHackingWarning)
         with pytest.raises(RewardHackingWarning):
-            agent.learn(6400, tmp_path / "run", progress=False, alarm=Alarm(Limits(length=1.01), baseline=1, window=1))
+            agent.learn(
+                6400, tmp_path / "run", progress=False, alarm=Alarm(AlarmLimits(length=1.01), baseline=1, window=1)
+            )
     saved = json.loads((tmp_path / "run" / "checkpoint" / "state.json").read_text())
     assert saved["iteration"] == agent.iteration < 200
 
