@@ -10,6 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from textenv.rewards.bradley_terry import bradley_terry_loss, preference_accuracy
+    from textenv.rewards.preference_chat import ChatTemplate, parse_transcript, transcript_text
+    from textenv.rewards.preference_files import load_preferences, save_preferences, split_preferences
+    from textenv.rewards.preference_report import BadPreferencesError, BadRow, PreferenceReport
+    from textenv.rewards.preference_sources import LabelledPairs, label_pairs, preferences_from_ratings
     from textenv.rewards.preferences import Preference
     from textenv.rewards.ratings import (
         Comparisons,
@@ -24,22 +28,54 @@ if TYPE_CHECKING:
     from textenv.rewards.shared import score_and_logprobs, shares_trunk
 
 __all__ = [
+    "BadPreferencesError",
+    "BadRow",
+    "ChatTemplate",
     "Comparisons",
+    "LabelledPairs",
     "Preference",
+    "PreferenceReport",
     "RatedSentence",
     "RewardModel",
     "SequenceClassificationReward",
     "bradley_terry_loss",
     "draw_comparisons",
+    "label_pairs",
     "load_openings",
+    "load_preferences",
     "load_ratings",
+    "parse_transcript",
     "preference_accuracy",
+    "preferences_from_ratings",
+    "save_preferences",
     "score_and_logprobs",
     "shares_trunk",
+    "split_preferences",
     "split_ratings",
+    "transcript_text",
 ]
 
 _HOMES = {
+    "preference_chat": (
+        "ChatTemplate",
+        "parse_transcript",
+        "transcript_text",
+    ),
+    "preference_files": (
+        "load_preferences",
+        "save_preferences",
+        "split_preferences",
+    ),
+    "preference_report": (
+        "BadPreferencesError",
+        "BadRow",
+        "PreferenceReport",
+    ),
+    "preference_sources": (
+        "LabelledPairs",
+        "label_pairs",
+        "preferences_from_ratings",
+    ),
     "preferences": ("Preference",),
     "bradley_terry": ("bradley_terry_loss", "preference_accuracy"),
     "ratings": (
