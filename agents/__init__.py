@@ -10,6 +10,7 @@ from textenv.agents.config import PPOConfig  # noqa: E402
 from textenv.agents.language_model import LanguageModelPolicy  # noqa: E402
 from textenv.agents.policy import Policy  # noqa: E402
 from textenv.agents.ppo import PPO  # noqa: E402
+from textenv.agents.preferences import sample_preferences  # noqa: E402
 from textenv.agents.table import TablePolicy  # noqa: E402
 from textenv.agents.tiny import tiny_transformer  # noqa: E402
 from textenv.agents.training import attach  # noqa: E402
@@ -25,5 +26,6 @@ __all__ = [
     "RewardHackingWarning",
     "TablePolicy",
     "attach",
+    "sample_preferences",
     "tiny_transformer",
 ]

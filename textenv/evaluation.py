@@ -77,7 +77,7 @@ def evaluate(
     task = text_envs(envs).task
     if judge is not None:
         check_takes_columns(judge, task.prompts.columns)
-    with _put_back(envs):
+    with put_back(envs):
         prompts = draw_prompts(envs, episodes, seed)
         responses, masks = _write(policy, envs, prompts, seed, deterministic, progress)
         rivals = None
@@ -212,7 +212,7 @@ def _win_rate(
 
 
 @contextlib.contextmanager
-def _put_back(envs: VectorEnv[Any, Any, Any]) -> Iterator[None]:
+def put_back(envs: VectorEnv[Any, Any, Any]) -> Iterator[None]:
     """Give every layer the state back that it had: generators, coefficients, running figures."""
     states = [(layer, copy.deepcopy(layer.state_dict())) for layer in layers(envs) if hasattr(layer, "state_dict")]
     try:

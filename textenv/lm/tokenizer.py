@@ -72,6 +72,21 @@ class TextTokenizer:
         Raises:
             ValueError: the tokenizer has no chat template, or it refuses these messages.
         """
+        rendered = self.render_chat(messages)
+        ids = self.encode(rendered)
+        bare = rendered.removeprefix(self.tokenizer.bos_token or "")
+        return (bare if self.encode(bare) == ids else rendered), ids
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], open_turn: bool = True) -> str:
+        """What the chat template makes of messages, as it stands: a BOS that the template writes is in it.
+
+        Args:
+            messages: dicts with ``role`` and ``content``.
+            open_turn: end with the mark that begins an assistant's turn.
+
+        Raises:
+            ValueError: the tokenizer has no chat template, or it refuses these messages.
+        """
         if not self.tokenizer.chat_template:
             raise ValueError(
                 "chat messages need a tokenizer with a chat template, got one without: how this model was told apart "
@@ -79,8 +94,10 @@ class TextTokenizer:
                 "instruction-tuned model."
             )
         try:
-            rendered = self.tokenizer.apply_chat_template(
-                copy.deepcopy(list(messages)), tokenize=False, add_generation_prompt=True
+            return str(
+                self.tokenizer.apply_chat_template(
+                    copy.deepcopy(list(messages)), tokenize=False, add_generation_prompt=open_turn
+                )
             )
         except ImportError:
             raise
@@ -89,9 +106,6 @@ class TextTokenizer:
                 f"the model's chat template should take these messages, but refused them: {error}. Many templates want "
                 "user and assistant in turns and the system message, if they know one, first."
             ) from error
-        ids = self.encode(rendered)
-        bare = rendered.removeprefix(self.tokenizer.bos_token or "")
-        return (bare if self.encode(bare) == ids else rendered), ids
 
     def decode(self, ids: Sequence[int] | Iterable[int]) -> str:
         """The text of token ids, special tokens left out."""

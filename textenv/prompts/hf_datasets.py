@@ -49,21 +49,21 @@ def load_local(path: Path, split: str | None) -> Any:
         raise ValueError(f"{path} should be {path.suffix[1:].capitalize()}, but could not be read: {error}") from error
 
 
-def load_hub(hub_id: str, config: str | None, split: str | None) -> Any:
-    """A dataset of the hub.
+def load_hub(hub_id: str, config: str | None, split: str | None, what: str = "prompts") -> Any:
+    """A dataset of the hub. `what` it is hoped to hold, for messages.
 
     Raises:
         ValueError: it could not be had, or has several splits and none was chosen.
         ImportError: datasets is not installed.
     """
-    require("datasets", "data", f"Reading prompts from {hub_id!r}")
+    require("datasets", "data", f"Reading {what} from {hub_id!r}")
     import datasets
 
     try:
         loaded = datasets.load_dataset(hub_id, config, split=split)
     except Exception as error:
         raise ValueError(
-            f"No prompts could be had from {hub_id!r}. There is no file or folder of that name here, and as a dataset "
+            f"No {what} could be had from {hub_id!r}. There is no file or folder of that name here, and as a dataset "
             f"of the Hugging Face hub{'' if split is None else f' (split {split!r})'} it could not be loaded, which "
             "needs a network the first time. Check the name, or where there is no network save it elsewhere with "
             f"`save_to_disk` and pass the folder. Cause: {error}"
@@ -89,8 +89,8 @@ def one_split(dataset: Any, split: str | None, name: str) -> Any:
         raise ValueError(f"{name} is one dataset without splits, got split={split!r}. Leave it out.")
     if not hasattr(dataset, "__len__"):
         raise ValueError(
-            f"{name} should be a dataset of known length, got {type(dataset).__name__}, which is streamed: prompts are "
-            "encoded and checked before the first episode. Take some of it: list(dataset.take(10000))."
+            f"{name} should be a dataset of known length, got {type(dataset).__name__}, which is streamed: its rows "
+            "are all read and checked before anything begins. Take some of it: list(dataset.take(10000))."
         )
     return dataset
 

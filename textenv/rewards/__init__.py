@@ -21,12 +21,16 @@ if TYPE_CHECKING:
     from textenv.rewards.overoptimisation import best_of_n_curve, best_of_n_kl, best_of_n_scores, best_of_n_weights
     from textenv.rewards.overoptimisation_curve import GoldFit, OverOptimisation, Peak, fit_gold
     from textenv.rewards.plots import plot_calibration, plot_learning_curve, plot_scores
+    from textenv.rewards.preference_chat import ChatTemplate, parse_transcript, transcript_text
     from textenv.rewards.preference_evaluation import (
         accuracy_estimate,
         calibration_curve,
         evaluate_preferences,
         score_distribution,
     )
+    from textenv.rewards.preference_files import load_preferences, save_preferences, split_preferences
+    from textenv.rewards.preference_report import BadPreferencesError, BadRow, PreferenceReport
+    from textenv.rewards.preference_sources import LabelledPairs, label_pairs, preferences_from_ratings
     from textenv.rewards.preferences import Preference
     from textenv.rewards.probe_report import ProbeReport, VariantResult
     from textenv.rewards.probes import probe
@@ -47,13 +51,18 @@ if TYPE_CHECKING:
 
 __all__ = [
     "VARIANTS",
+    "BadPreferencesError",
+    "BadRow",
+    "ChatTemplate",
     "Comparisons",
     "EarlyStopping",
     "GoldFit",
+    "LabelledPairs",
     "OverOptimisation",
     "Peak",
     "Preference",
     "PreferenceData",
+    "PreferenceReport",
     "ProbeReport",
     "RatedData",
     "RatedSentence",
@@ -76,25 +85,32 @@ __all__ = [
     "evaluate_preferences",
     "fit_gold",
     "half_against_half",
+    "label_pairs",
     "learning_curve",
     "load_adapters",
     "load_openings",
+    "load_preferences",
     "load_ratings",
     "one_against_rest",
     "pair_accuracy",
+    "parse_transcript",
     "pessimistic",
     "plot_calibration",
     "plot_learning_curve",
     "plot_scores",
     "preference_accuracy",
+    "preferences_from_ratings",
     "probe",
     "review_answers",
     "save_adapters",
     "save_classifier",
+    "save_preferences",
     "score_and_logprobs",
     "score_distribution",
     "shares_trunk",
+    "split_preferences",
     "split_ratings",
+    "transcript_text",
 ]
 
 _HOMES = {
@@ -139,11 +155,31 @@ _HOMES = {
         "plot_learning_curve",
         "plot_scores",
     ),
+    "preference_chat": (
+        "ChatTemplate",
+        "parse_transcript",
+        "transcript_text",
+    ),
     "preference_evaluation": (
         "accuracy_estimate",
         "calibration_curve",
         "evaluate_preferences",
         "score_distribution",
+    ),
+    "preference_files": (
+        "load_preferences",
+        "save_preferences",
+        "split_preferences",
+    ),
+    "preference_report": (
+        "BadPreferencesError",
+        "BadRow",
+        "PreferenceReport",
+    ),
+    "preference_sources": (
+        "LabelledPairs",
+        "label_pairs",
+        "preferences_from_ratings",
     ),
     "preferences": ("Preference",),
     "probe_report": (

@@ -81,13 +81,14 @@ def split_ratings(
             f"`held_out` should be between 1 and {len(sentences) - 1} for {len(sentences)} sentences, got {held_out}. "
             "Both sides need sentences, one to train on and one to measure."
         )
-    hashes = [_hash(sentence.text) for sentence in sentences]
+    hashes = [hash_of_words(sentence.text) for sentence in sentences]
     limit = sorted(hashes)[held_out]
     train = [s for s, h in zip(sentences, hashes, strict=True) if h >= limit]
     return train, [s for s, h in zip(sentences, hashes, strict=True) if h < limit]
 
 
-def _hash(text: str) -> bytes:
+def hash_of_words(text: str) -> bytes:
+    """Eight bytes that follow from a text's words alone, not from case, spaces or punctuation."""
     words = " ".join(re.findall(r"\w+", text.lower()))
     return hashlib.blake2b(words.encode(), digest_size=8).digest()
 
