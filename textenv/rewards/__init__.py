@@ -1,4 +1,4 @@
-"""Scorers learned from people: ratings, the Bradley-Terry loss, reward models.
+"""Where scores come from: reward models learned from people, checks, judges, other machines, and sums of them.
 
 Names are imported when first used, so that ratings and prompts can be read without loading torch.
 """
@@ -9,8 +9,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from textenv.rewards.answers import Normalize, as_number, numbers_in
     from textenv.rewards.bradley_terry import bradley_terry_loss, preference_accuracy
+    from textenv.rewards.comparisons import Comparison, Labels
+    from textenv.rewards.judge import Judge, Reply
+    from textenv.rewards.judge_comparisons import ComparingJudge
+    from textenv.rewards.judge_scores import ScoringJudge
     from textenv.rewards.preferences import Preference
+    from textenv.rewards.python_check import PythonCheck
     from textenv.rewards.ratings import (
         Comparisons,
         RatedSentence,
@@ -19,27 +25,61 @@ if TYPE_CHECKING:
         load_ratings,
         split_ratings,
     )
+    from textenv.rewards.reasoning import ReasoningTasks
+    from textenv.rewards.remote import RemoteScorer
+    from textenv.rewards.remote_server import ScorerServer, serve_scorer
     from textenv.rewards.reward_model import RewardModel
     from textenv.rewards.sequence_classification import SequenceClassificationReward
     from textenv.rewards.shared import score_and_logprobs, shares_trunk
+    from textenv.rewards.verifiable import ExactMatch, NumericMatch, RegexMatch
+    from textenv.rewards.weighted import WeightedReward
 
 __all__ = [
+    "ComparingJudge",
+    "Comparison",
     "Comparisons",
+    "ExactMatch",
+    "Judge",
+    "Labels",
+    "Normalize",
+    "NumericMatch",
     "Preference",
+    "PythonCheck",
     "RatedSentence",
+    "ReasoningTasks",
+    "RegexMatch",
+    "RemoteScorer",
+    "Reply",
     "RewardModel",
+    "ScorerServer",
+    "ScoringJudge",
     "SequenceClassificationReward",
+    "WeightedReward",
+    "as_number",
     "bradley_terry_loss",
     "draw_comparisons",
     "load_openings",
     "load_ratings",
+    "numbers_in",
     "preference_accuracy",
     "score_and_logprobs",
+    "serve_scorer",
     "shares_trunk",
     "split_ratings",
 ]
 
 _HOMES = {
+    "answers": ("Normalize", "as_number", "numbers_in"),
+    "comparisons": ("Comparison", "Labels"),
+    "judge": ("Judge", "Reply"),
+    "judge_comparisons": ("ComparingJudge",),
+    "judge_scores": ("ScoringJudge",),
+    "python_check": ("PythonCheck",),
+    "reasoning": ("ReasoningTasks",),
+    "remote": ("RemoteScorer",),
+    "remote_server": ("ScorerServer", "serve_scorer"),
+    "verifiable": ("ExactMatch", "NumericMatch", "RegexMatch"),
+    "weighted": ("WeightedReward",),
     "preferences": ("Preference",),
     "bradley_terry": ("bradley_terry_loss", "preference_accuracy"),
     "ratings": (
