@@ -35,7 +35,8 @@ from textenv.lm import LanguageModel, TextTokenizer
 from textenv.prompts import EncodedPrompt, PromptRecord, context_columns, encode_prompt, load_prompts
 from textenv.prompts.overlong import cut_ids
 from textenv.rlhf import RLHFOptions, read_prompts
-from textenv.scoring import call_scorer, check_takes_columns
+from textenv.scorer_columns import check_takes_columns
+from textenv.scoring import call_scorer
 
 TOKENIZER = PieceTokenizer()
 MODES = ("NextStep", "SameStep", "Disabled")

@@ -21,7 +21,8 @@ from textenv.optional import progress_bar
 from textenv.packed_masks import concatenated
 from textenv.prompts import EncodedPrompt, context_columns
 from textenv.replay import Replay, replay
-from textenv.scoring import call_scorer, check_takes_columns
+from textenv.scorer_columns import check_takes_columns
+from textenv.scoring import call_scorer
 from textenv.whole import check_logprobs, whole_logprobs
 from textenv.writing import Written, actor_of, logprobs_of, write_responses
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,6 +15,9 @@ class Scorer(Protocol):
     The prompts' context comes as keyword arguments, a list of B values per column:
     ``scorer(prompts, responses, reference_answer=[...])``. Only columns that the prompts have are passed, and all of
     them: take ``**context`` to ignore those you do not need.
+
+    A scorer that is made of several may have a method ``score_parts`` of the same arguments, which gives a dict of (B,)
+    scores by name: they go into the infos of episodes' ends as ``"score/name"``.
     """
 
     def __call__(self, prompts: list[str], responses: list[str], **context: Any) -> Any:
@@ -24,7 +26,16 @@ class Scorer(Protocol):
 
 
 class ScorerError(RuntimeError):
-    """A scorer raised, or returned something that is no score. The message shows the prompt and the response."""
+    """A scorer raised, or returned something that is no score. The message shows the prompt and the response.
+
+    Attributes:
+        whole_batch: True where no single sample is to blame: a wrong number of scores, a server that does not answer.
+            Asking for the samples one by one would not help, and none of them is dropped.
+    """
+
+    def __init__(self, message: str, *, whole_batch: bool = False) -> None:
+        super().__init__(message)
+        self.whole_batch = whole_batch
 
 
 SCORER_ERRORS = ("raise", "drop")
@@ -52,12 +63,15 @@ def call_scorer(
 
     Raises:
         ScorerError: the scorer raised, returned None, NaN or inf for a sample (unless dropped), or a wrong number of
-            scores (always: it cannot be said which sample each score belongs to).
+            scores (always: it cannot be said which sample each score belongs to). One that the scorer itself raises
+            comes through as it is, in every mode where it concerns the whole batch.
     """
     columns = {column: list(values) for column, values in (context or {}).items()}
     try:
         returned = scorer(list(prompts), list(responses), **columns)
     except Exception as error:
+        if isinstance(error, ScorerError) and (error.whole_batch or on_error == "raise"):
+            raise
         return _one_by_one(scorer, prompts, responses, on_error, columns, error)
     return check_scores(returned, prompts, responses, on_error)
 
@@ -82,43 +96,6 @@ def check_scores(
         )
     scores[bad] = np.nan
     return scores
-
-
-def check_takes_columns(scorer: Callable[..., Any], columns: Iterable[str]) -> None:
-    """Refuse a scorer that could not be called with the prompts' context, or that needs more than there is.
-
-    Raises:
-        TypeError: it takes no argument of a column's name, or requires one that is no column.
-    """
-    try:
-        parameters = list(inspect.signature(scorer).parameters.values())
-    except (TypeError, ValueError):  # some callables written in C do not say
-        return
-    columns = list(columns)
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    own = {p.name for p in positional[:2] if p.kind is p.POSITIONAL_OR_KEYWORD}
-    others = [*positional[2:], *(p for p in parameters if p.kind is p.KEYWORD_ONLY)]
-    takes = {p.name for p in others if p.kind is not p.POSITIONAL_ONLY}
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    refused = [column for column in columns if column in own or not (takes_any or column in takes)]
-    if refused:
-        raise TypeError(
-            f"`scorer` should take the prompts' context as keyword arguments, scorer(prompts, responses, "
-            f"{', '.join(columns)}), got {_signature(scorer)}, which does not take {refused[0]!r}. It would fail at "
-            "the end of the first episode. Add the argument, or **context, or leave the column out."
-        )
-    lacking = [p.name for p in others if p.default is p.empty and p.name not in columns]
-    if lacking:
-        raise TypeError(
-            f"`scorer` should need nothing but prompts, responses and the prompts' context "
-            f"({', '.join(map(repr, columns)) or 'there is none'}), got {_signature(scorer)}, which requires "
-            f"{lacking[0]!r}. It would fail at the end of the first episode. Name that column when the prompts are "
-            f"loaded (context=[{lacking[0]!r}]; of RLHF-v0: context_columns), or give the argument a default."
-        )
-
-
-def _signature(scorer: Callable[..., Any]) -> str:
-    return f"{getattr(scorer, '__name__', type(scorer).__name__)}{inspect.signature(scorer)}"
 
 
 def _one_by_one(
@@ -156,17 +133,19 @@ def _as_scores(returned: Any, prompts: Sequence[str], responses: Sequence[str]) 
         returned = returned.float().numpy() if returned.dtype.is_floating_point else returned.numpy()
     try:
         scores = np.array(returned, dtype=np.float64)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise ScorerError(
             f"A scorer should return {len(prompts)} numbers, shape ({len(prompts)},), got {type(returned).__name__} "
             f"({str(returned)[:100]!r}). Return a list, array or tensor of numbers; the first sample is "
-            f"{_sample(prompts, responses, 0)}."
+            f"{_sample(prompts, responses, 0)}.",
+            whole_batch=True,
         ) from error
     if scores.shape != (len(prompts),):
         raise ScorerError(
             f"A scorer should return {len(prompts)} scores, shape ({len(prompts)},), got {type(returned).__name__} of "
             f"shape {scores.shape}. Scores would be matched to the wrong responses. Return one per response, in their "
-            f"order; the first sample is {_sample(prompts, responses, 0)}."
+            f"order; the first sample is {_sample(prompts, responses, 0)}.",
+            whole_batch=True,
         )
     return scores
 

@@ -22,11 +22,14 @@ from textenv.prompts import (
     decoder,
     encode_prompt,
 )
-from textenv.scoring import SCORER_ERRORS, call_scorer, check_takes_columns
+from textenv.scorer_columns import check_takes_columns
+from textenv.scoring import SCORER_ERRORS, call_scorer
 from textenv.whole import whole_responses
 
 LENGTH_LIMITS = ("truncate", "terminate")
 SPLITS = ("train", "eval")
+PART = "score/"
+"""What the names of a score's parts begin with in infos."""
 
 
 class LogprobModel(Protocol):
@@ -235,6 +238,10 @@ class TextTask:
             "finish_reason": ["stop" if terminated[row] else "length" for row in rows],
             "response_length": [int(state.response_lengths[row]) for row in rows],
         }
+        if hasattr(self.scorer, "score_parts"):  # such as a WeightedReward, whose sum alone says little
+            asked = [prompt.text for prompt in ended]
+            said = self.scorer.score_parts(asked, texts, **context_columns(ended))
+            ends.update({f"{PART}{name}": values.tolist() for name, values in said.items()})
         if self.scorer_errors == "drop":
             ends["dropped"] = [bool(np.isnan(score)) for score in scores]
         return ends

@@ -16,8 +16,9 @@ class RecordResponses(gym.Wrapper[Any, Any, Any, Any], RecordConstructorArgs):
     """Writes every finished episode to a file as one line of JSON; rewards pass as they are.
 
     The keys are ``episode`` (its number in the file, from 0), ``prompt, response, score, shaped_score, finish_reason,
-    response_length, kl`` (null where no layer below says it; a dropped sample's scores are null) and ``return``, the
-    sum of its rewards. Rewards and infos are those of the layers below: put it outermost to record all of them.
+    response_length, kl`` (null where no layer below says it; a dropped sample's scores are null), ``score/name`` for
+    each part of a score that has several (see `WeightedReward`), and ``return``, the sum of its rewards. Rewards and
+    infos are those of the layers below: put it outermost to record all of them.
     Episodes that are given up, or cut from outside by a `TimeLimit`, have no score and are not written.
 
     The file is open only while a line is written, so there is nothing to flush or to close, a crash of the program

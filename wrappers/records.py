@@ -10,14 +10,21 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from textenv.task import PART
 
 MODES = ("x", "w", "a")
 
 INFO_KEYS = ("prompt", "response", "score", "shaped_score", "finish_reason", "response_length", "kl")
 """What is taken from the info of an episode's end; null where no layer below says it."""
+
+
+def info_keys(info: Iterable[str]) -> list[str]:
+    """`INFO_KEYS`, and the parts of the score that an info names."""
+    return [*INFO_KEYS, *(key for key in info if key.startswith(PART))]
 
 
 def record_line(episode: int, episode_return: float, info: Mapping[str, Any]) -> str:
@@ -33,7 +40,7 @@ def record_line(episode: int, episode_return: float, info: Mapping[str, Any]) ->
         episode_return: sum of its rewards.
         info: the info of its end.
     """
-    taken = {key: _plain(info.get(key)) for key in INFO_KEYS}
+    taken = {key: _plain(info.get(key)) for key in info_keys(info)}
     return json.dumps({"episode": _plain(episode), **taken, "return": _plain(episode_return)}, ensure_ascii=False)
 
 

@@ -1,4 +1,4 @@
-"""Scorers learned from people: ratings, comparisons, training on them, reward models, how good they are.
+"""Where scores come from: reward models learned from people, checks, judges, other machines, and sums of them.
 
 Names are imported when first used, so that ratings and prompts can be read without loading torch.
 """
@@ -9,11 +9,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from textenv.rewards.answers import Normalize, as_number, numbers_in
     from textenv.rewards.bradley_terry import bradley_terry_loss, centering_loss, preference_accuracy
     from textenv.rewards.comparison_data import PreferenceData
+    from textenv.rewards.comparisons import Comparison, Labels
     from textenv.rewards.early_stopping import EarlyStopping
     from textenv.rewards.ensemble import RewardEnsemble, pessimistic
     from textenv.rewards.genuine import review_answers
+    from textenv.rewards.judge import Judge, Reply
+    from textenv.rewards.judge_comparisons import ComparingJudge
+    from textenv.rewards.judge_scores import ScoringJudge
     from textenv.rewards.learning_curves import learning_curve
     from textenv.rewards.network import RewardNetwork
     from textenv.rewards.network_files import load_adapters, save_adapters, save_classifier
@@ -34,6 +39,7 @@ if TYPE_CHECKING:
     from textenv.rewards.preferences import Preference
     from textenv.rewards.probe_report import ProbeReport, VariantResult
     from textenv.rewards.probes import probe
+    from textenv.rewards.python_check import PythonCheck
     from textenv.rewards.rated_data import RatedData
     from textenv.rewards.ratings import (
         Comparisons,
@@ -43,37 +49,58 @@ if TYPE_CHECKING:
         load_ratings,
         split_ratings,
     )
+    from textenv.rewards.reasoning import ReasoningTasks
+    from textenv.rewards.remote import RemoteScorer
+    from textenv.rewards.remote_server import ScorerServer, serve_scorer
     from textenv.rewards.reward_model import RewardModel
     from textenv.rewards.sequence_classification import SequenceClassificationReward
     from textenv.rewards.shared import score_and_logprobs, shares_trunk
     from textenv.rewards.training import RewardTrainer, RewardTrainingConfig
     from textenv.rewards.variants import VARIANTS
+    from textenv.rewards.verifiable import ExactMatch, NumericMatch, RegexMatch
+    from textenv.rewards.weighted import WeightedReward
 
 __all__ = [
     "VARIANTS",
     "BadPreferencesError",
     "BadRow",
     "ChatTemplate",
+    "ComparingJudge",
+    "Comparison",
     "Comparisons",
     "EarlyStopping",
+    "ExactMatch",
     "GoldFit",
+    "Judge",
     "LabelledPairs",
+    "Labels",
+    "Normalize",
+    "NumericMatch",
     "OverOptimisation",
     "Peak",
     "Preference",
     "PreferenceData",
     "PreferenceReport",
     "ProbeReport",
+    "PythonCheck",
     "RatedData",
     "RatedSentence",
+    "ReasoningTasks",
+    "RegexMatch",
+    "RemoteScorer",
+    "Reply",
     "RewardEnsemble",
     "RewardModel",
     "RewardNetwork",
     "RewardTrainer",
     "RewardTrainingConfig",
+    "ScorerServer",
+    "ScoringJudge",
     "SequenceClassificationReward",
     "VariantResult",
+    "WeightedReward",
     "accuracy_estimate",
+    "as_number",
     "best_of_n_curve",
     "best_of_n_kl",
     "best_of_n_scores",
@@ -91,6 +118,7 @@ __all__ = [
     "load_openings",
     "load_preferences",
     "load_ratings",
+    "numbers_in",
     "one_against_rest",
     "pair_accuracy",
     "parse_transcript",
@@ -107,6 +135,7 @@ __all__ = [
     "save_preferences",
     "score_and_logprobs",
     "score_distribution",
+    "serve_scorer",
     "shares_trunk",
     "split_preferences",
     "split_ratings",
@@ -114,18 +143,33 @@ __all__ = [
 ]
 
 _HOMES = {
+    "answers": (
+        "Normalize",
+        "as_number",
+        "numbers_in",
+    ),
     "bradley_terry": (
         "bradley_terry_loss",
         "centering_loss",
         "preference_accuracy",
     ),
     "comparison_data": ("PreferenceData",),
+    "comparisons": (
+        "Comparison",
+        "Labels",
+    ),
     "early_stopping": ("EarlyStopping",),
     "ensemble": (
         "RewardEnsemble",
         "pessimistic",
     ),
     "genuine": ("review_answers",),
+    "judge": (
+        "Judge",
+        "Reply",
+    ),
+    "judge_comparisons": ("ComparingJudge",),
+    "judge_scores": ("ScoringJudge",),
     "learning_curves": ("learning_curve",),
     "network": ("RewardNetwork",),
     "network_files": (
@@ -187,6 +231,7 @@ _HOMES = {
         "VariantResult",
     ),
     "probes": ("probe",),
+    "python_check": ("PythonCheck",),
     "rated_data": ("RatedData",),
     "ratings": (
         "Comparisons",
@@ -195,6 +240,12 @@ _HOMES = {
         "load_openings",
         "load_ratings",
         "split_ratings",
+    ),
+    "reasoning": ("ReasoningTasks",),
+    "remote": ("RemoteScorer",),
+    "remote_server": (
+        "ScorerServer",
+        "serve_scorer",
     ),
     "reward_model": ("RewardModel",),
     "sequence_classification": ("SequenceClassificationReward",),
@@ -207,6 +258,12 @@ _HOMES = {
         "RewardTrainingConfig",
     ),
     "variants": ("VARIANTS",),
+    "verifiable": (
+        "ExactMatch",
+        "NumericMatch",
+        "RegexMatch",
+    ),
+    "weighted": ("WeightedReward",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

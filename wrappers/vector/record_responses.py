@@ -9,7 +9,7 @@ import numpy as np
 from gymnasium.vector import VectorEnv, VectorWrapper
 from numpy.typing import NDArray
 
-from textenv.wrappers.records import INFO_KEYS, EpisodeFile
+from textenv.wrappers.records import EpisodeFile, info_keys
 from textenv.wrappers.tasks import need_texts
 from textenv.wrappers.vector.infos import end_infos, end_rows, reset_rows, resets_next_step
 
@@ -48,7 +48,7 @@ class RecordResponses(VectorWrapper[Any, Any, Any, Any, Any]):
         ends = end_infos(infos)
         if "score" in ends:
             rows = np.flatnonzero(ends["_score"])
-            self.file.write(self._returns[rows].tolist(), end_rows(ends, rows, INFO_KEYS))
+            self.file.write(self._returns[rows].tolist(), end_rows(ends, rows, info_keys(ends)))
         self._returns[ended] = 0.0
         if resets_next_step(self.env):
             self._resetting = ended
