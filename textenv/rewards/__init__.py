@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from textenv.rewards.judge_comparisons import ComparingJudge
     from textenv.rewards.judge_scores import ScoringJudge
     from textenv.rewards.learning_curves import learning_curve
+    from textenv.rewards.linear_head import fit_head_to
     from textenv.rewards.network import RewardNetwork
     from textenv.rewards.network_files import load_adapters, save_adapters, save_classifier
     from textenv.rewards.noise_ceiling import half_against_half, one_against_rest, pair_accuracy
@@ -111,6 +112,7 @@ __all__ = [
     "draw_comparisons",
     "evaluate_preferences",
     "fit_gold",
+    "fit_head_to",
     "half_against_half",
     "label_pairs",
     "learning_curve",
@@ -171,6 +173,7 @@ _HOMES = {
     "judge_comparisons": ("ComparingJudge",),
     "judge_scores": ("ScoringJudge",),
     "learning_curves": ("learning_curve",),
+    "linear_head": ("fit_head_to",),
     "network": ("RewardNetwork",),
     "network_files": (
         "load_adapters",
