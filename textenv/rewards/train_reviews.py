@@ -121,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         "settings": {**network.settings, **dataclasses.asdict(config), "batch_size": options.batch_size},
         "train_sentences": len(train),
         "held_out_sentences": len(held_out),
-        "comparisons": sum(len(batch.texts) * (len(batch.texts) - 1) // 2 for batch in _batches(data, config.epochs)),
+        "comparisons": sum(len(batch.chosen) // 2 for batch in _batches(data, config.epochs)),  # each whole and cut
         "steps": trainer.steps_done,
         "last_losses": float(np.mean([stats.loss for stats in trainer.history[-50:]])),
         "seconds": seconds,
