@@ -48,8 +48,6 @@ def test_adapters_train_on_the_film_ratings(tmp_path, monkeypatch):
     assert pair_accuracy(scores, np.array([s.mean for s in validation])) == pytest.approx(
         report["held_out_accuracy"], abs=0.02
     )
-    again = train_reviews.main([*arguments, "--output", str(tmp_path)])  # goes on where nothing is left to do
-    assert again["held_out_accuracy"] == report["held_out_accuracy"] and again["seconds_cover_steps"] == 0
 
 
 @pytest.mark.slow
