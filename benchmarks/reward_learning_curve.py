@@ -74,6 +74,11 @@ class Arguments:
     """Of comparisons, subsets and fits."""
 
 
+def some_of(sentences: Sequence[RatedSentence], count: int, seed: int) -> list[RatedSentence]:
+    """So many sentences at random: the file is sorted by what they say."""
+    return [sentences[i] for i in np.random.default_rng(seed).permutation(len(sentences))[:count]]
+
+
 def preferences(sentences: Sequence[RatedSentence], n: int, seed: int) -> list[Preference]:
     """Single people's comparisons of whole sentences."""
     drawn = draw_comparisons(sentences, 2 * n, np.random.default_rng(seed))
@@ -148,8 +153,8 @@ def show(console: Console, points: Sequence[CurvePoint], highest: Estimate) -> N
 
 def main(arguments: Arguments) -> list[CurvePoint]:
     """Fit, measure, draw; what was measured is shown even where Ctrl-C comes."""
-    train, held_out = split_ratings(load_ratings())
-    train, held_out = train[: arguments.sentences], held_out[: arguments.held_out_sentences]
+    sides = zip(split_ratings(load_ratings()), (arguments.sentences, arguments.held_out_sentences), strict=True)
+    train, held_out = (some_of(side, count, arguments.seed) for side, count in sides)
     measured_on = preferences(held_out, arguments.held_out_comparisons, arguments.seed + 1)
     learned_from = preferences(train, max(arguments.sizes), arguments.seed)
     curve = learning_curve(

@@ -63,7 +63,7 @@ def test_calibration_by_hand():
     curve = calibration_curve([small, 0.0, large, 0.0], [0.0, small, 0.0, -large], bins=2)
     np.testing.assert_allclose(curve.confidence, [0.6, 0.9])
     np.testing.assert_allclose(curve.win_rate, [0.5, 1.0])
-    assert curve.count.tolist() == [2, 2]
+    assert curve.counts.tolist() == [2, 2]
     assert curve.error == pytest.approx((2 * 0.1 + 2 * 0.1) / 4)
 
 
@@ -81,7 +81,7 @@ def test_true_scores_are_calibrated_and_inflated_ones_are_not():
 
 def test_scores_that_know_nothing_claim_a_half():
     curve = calibration_curve(np.zeros(5), np.zeros(5))
-    assert curve.confidence[0] == curve.win_rate[0] == 0.5 and curve.error == 0 and curve.count.sum() == 5
+    assert curve.confidence[0] == curve.win_rate[0] == 0.5 and curve.error == 0 and curve.counts.sum() == 5
     assert np.isnan(curve.win_rate[1:]).all()
 
 
@@ -102,7 +102,7 @@ def test_log_loss_by_hand():
 def test_distribution_by_hand():
     found = score_distribution(np.arange(21.0))
     assert found.mean == 10 and found.std == pytest.approx(math.sqrt((21**2 - 1) / 12))
-    assert found.quantiles == (0, 1, 5, 10, 15, 19, 20)
+    assert found.quantiles == pytest.approx((0, 1, 5, 10, 15, 19, 20))
 
 
 def test_a_scorer_is_asked_for_both_sides():
@@ -205,14 +205,15 @@ def test_a_rater_is_left_out_of_the_rest():
     """Two raters that always disagree in turn: one against the other is always wrong, the mean would be tied."""
     sentences = [RatedSentence(0, "a", (0, 2)), RatedSentence(1, "b", (2, 0))]
     found = [one_against_rest(sentences, np.random.default_rng(s)) for s in range(8)]
-    assert {f.accuracy for f in found if not math.isnan(f.accuracy)} <= {0.0, 1.0}
-    assert {f.correlation for f in found if not math.isnan(f.correlation)} <= {-1.0, 1.0}
+    decided = [f for f in found if not math.isnan(f.accuracy)]
+    assert decided and len(decided) < len(found)  # where both drawn ratings are equal, nothing is ordered
+    assert all(f.accuracy == 0 and f.correlation == pytest.approx(-1) for f in decided)
     with pytest.raises(ValueError, match="at least two raters"):
         one_against_rest([RatedSentence(0, "a", (1,))], np.random.default_rng(0))
 
 
 def test_raters_of_the_film_sentences():
-    held_out = split_ratings(load_ratings())[1][:700]
+    held_out = split_ratings(load_ratings())[1][::3]  # the file is sorted
     alone = one_against_rest(held_out, np.random.default_rng(0))
     half = half_against_half(held_out, np.random.default_rng(0))
     assert 0.86 < alone.accuracy < 0.92 and 0.80 < alone.correlation < 0.90

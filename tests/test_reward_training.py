@@ -200,10 +200,10 @@ def test_micro_batches_do_not_matter(train, tiny_model):
     """One pass over a step against a pass for every comparison."""
     whole, parts = trainer(tiny_model, train, tokens_per_pass=None), trainer(tiny_model, train, tokens_per_pass=1)
     assert len(whole.data.step(0, 0)) == 1 and len(parts.data.step(0, 0)) == 4
-    whole.train(progress=False)
-    parts.train(progress=False)
-    for a, b in zip(whole.history, parts.history, strict=True):
-        assert a.loss == pytest.approx(b.loss, abs=1e-4) and a.grad_norm == pytest.approx(b.grad_norm, rel=1e-3)
+    (a,), (b,) = whole.train(until=1, progress=False), parts.train(until=1, progress=False)
+    assert a.loss == pytest.approx(b.loss, abs=1e-5) and a.grad_norm == pytest.approx(b.grad_norm, rel=1e-4)
+    for one, other in zip(whole.optimizer.state.values(), parts.optimizer.state.values(), strict=True):
+        torch.testing.assert_close(one["exp_avg"], other["exp_avg"], atol=1e-6, rtol=1e-3)  # a tenth of the gradient
 
 
 @pytest.mark.parametrize("train", ["head", "lora", "all"])
@@ -227,8 +227,8 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not(train, tiny_model, tmp_
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"epochs": 3}, "same config, got epochs=2 then and epochs=3 now"),
-        ({"train": "head"}, "same network, got train='lora' then and train='head' now"),
+        ({"epochs": 3}, "same config, got epochs=2 then and 3 now"),
+        ({"train": "head"}, "same network, got train='lora' then and 'head' now"),
         ({"seed": 1}, "same data"),
     ],
 )
@@ -288,7 +288,9 @@ def test_it_learns_what_orders_texts(train, tiny_model):
     history = RewardTrainer(made, data, RewardTrainingConfig(learning_rate=rate, epochs=15)).train(progress=False)
     assert history[0].loss == pytest.approx(math.log(2), abs=1e-6)
     assert np.mean([s.loss for s in history[-4:]]) < 0.35
-    assert evaluate_preferences(made.score, fresh).accuracy.value >= 0.8
+    assert evaluate_preferences(made.score, learned).accuracy.value >= 0.85
+    if train != "head":  # random features do not hold what a linear head could carry over
+        assert evaluate_preferences(made.score, fresh).accuracy.value >= 0.8
 
 
 @pytest.mark.parametrize(

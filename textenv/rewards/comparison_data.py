@@ -99,6 +99,7 @@ class PreferenceData:
             ]
         )  # (n, 2)
         self.points = np.array([[len(row)] for row in self.rows])  # (S, 1)
+        self.lengths = self.points[self.pairs, 0].max(1)  # (n,) of the longer text of each comparison
         self.margins = np.array([p.margin or 0.0 for p in preferences], np.float32)
         self.steps_per_epoch = -(-len(preferences) // batch_size)
 
@@ -127,7 +128,7 @@ class PreferenceData:
         """See `ComparisonData`."""
         order = np.random.default_rng([self.seed, epoch]).permutation(len(self.pairs))
         chosen_ones = order[index * self.batch_size : (index + 1) * self.batch_size]
-        lengths = np.array([len(row) for row in self.rows])[self.pairs[chosen_ones]].max(1)  # (n,)
+        lengths = self.lengths[chosen_ones]  # (n,)
         by_length = chosen_ones[np.argsort(lengths, kind="stable")]
         sizes = block_sizes((2 * np.sort(lengths)).tolist(), self.tokens_per_pass)
         return [self._batch(block, len(chosen_ones)) for block in np.split(by_length, np.cumsum(sizes)[:-1])]

@@ -35,12 +35,12 @@ def plot_calibration(calibration: Calibration, path: str | os.PathLike[str], tit
         title: of the plot.
     """
     figure, axis = _axes()
-    filled = calibration.count > 0
+    filled = calibration.counts > 0
     x, y = calibration.confidence[filled], calibration.win_rate[filled]
     spread = np.clip([y - calibration.low[filled], calibration.high[filled] - y], 0, None)
     axis.plot([0.5, 1], [0.5, 1], color="grey", linestyle="--", label="calibrated")
     axis.errorbar(x, y, yerr=spread, marker="o", capsize=3, label=f"observed, error {calibration.error:.3f}")
-    for place, rate, count in zip(x, y, calibration.count[filled], strict=True):
+    for place, rate, count in zip(x, y, calibration.counts[filled], strict=True):
         axis.annotate(str(count), (place, rate), textcoords="offset points", xytext=(5, -10), fontsize=7)
     axis.set(xlabel="claimed: sigmoid(|gap|)", ylabel="share in which the higher score won", title=title)
     axis.legend()

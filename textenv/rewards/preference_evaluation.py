@@ -46,15 +46,15 @@ class Calibration(NamedTuple):
         win_rate: (M,) how often it did.
         low: (M,) lower end of the win rate's interval.
         high: (M,) upper end.
-        count: (M,) comparisons.
-        error: the expected calibration error, sum of count / n * |win_rate - confidence|.
+        counts: (M,) comparisons.
+        error: the expected calibration error, sum of counts / n * |win_rate - confidence|.
     """
 
     confidence: NDArray[np.float64]
     win_rate: NDArray[np.float64]
     low: NDArray[np.float64]
     high: NDArray[np.float64]
-    count: NDArray[np.int64]
+    counts: NDArray[np.int64]
     error: float
 
 

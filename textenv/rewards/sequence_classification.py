@@ -193,8 +193,9 @@ def load_classifier(name: str, device: str, dtype: str) -> Any:
             f"{name!r} should be a trained sequence classifier, but has no weights for {missing}. Random ones "
             "would give meaningless scores. Is it a language model without a classification head?"
         )
-    if is_decoder_type(model) and getattr(model.config, SCORE_OFFSET, 0.0):
-        bias = torch.full_like(model.score.weight[:, 0], getattr(model.config, SCORE_OFFSET))
+    offset = getattr(model.config, SCORE_OFFSET, 0.0)
+    if is_decoder_type(model) and offset:
+        bias = torch.full_like(model.score.weight[:, 0], float(offset))
         model.score.bias = torch.nn.Parameter(bias if model.score.bias is None else model.score.bias.data + bias)
     return model.to(device).eval().requires_grad_(False)
 

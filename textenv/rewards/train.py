@@ -14,7 +14,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from textenv.lm.precision import fast_dtype
 from textenv.optional import require
@@ -140,7 +140,7 @@ def read_comparisons(path: Path) -> list[Preference]:
     return preferences
 
 
-def _read_rows(path: Path, fields: Sequence[str]) -> list[dict[str, str]]:
+def _read_rows(path: Path, fields: Sequence[str]) -> list[dict[str, Any]]:
     rows = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:

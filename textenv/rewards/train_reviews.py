@@ -53,12 +53,14 @@ def divided(validate: bool, limit: int | None) -> tuple[list[RatedSentence], lis
     Args:
         validate: measure on a slice of the training sentences, which is then not trained on; the held-out ones stay
             unseen. For choosing settings.
-        limit: train on the first so many.
+        limit: train on so many of them, drawn once and for all (the file is sorted by what its sentences say).
     """
     train, held_out = split_ratings(load_ratings())
     if validate:
         train, held_out = split_ratings(train, VALIDATION)
-    return train[:limit], held_out
+    if limit is not None:
+        train = [train[i] for i in np.random.default_rng(0).permutation(len(train))[:limit]]
+    return train, held_out
 
 
 def new_network(options: argparse.Namespace) -> RewardNetwork:
@@ -113,12 +115,13 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     trainer.train()
     seconds = time.perf_counter() - began
     # Near enough to the mean of all, where the packaged head has its 0: a standard error of 0.04.
-    network.offset -= float(network.score_rows(rows[:CENTRED_ON], progress="Centring").mean())
+    some = np.random.default_rng(options.seed).permutation(len(rows))[:CENTRED_ON]
+    network.offset -= float(network.score_rows([rows[i] for i in some], progress="Centring").mean())
     report = {
         "settings": {**network.settings, **dataclasses.asdict(config), "batch_size": options.batch_size},
         "train_sentences": len(train),
         "held_out_sentences": len(held_out),
-        "comparisons": sum(len(batch.texts) * (len(batch.texts) - 1) // 2 for batch in _batches(data, config.epochs)),
+        "comparisons": sum(len(batch.chosen) // 2 for batch in _batches(data, config.epochs)),  # each whole and cut
         "steps": trainer.steps_done,
         "last_losses": float(np.mean([stats.loss for stats in trainer.history[-50:]])),
         "seconds": seconds,
@@ -157,7 +160,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=32, help="sentences per step (%(default)s)")
     parser.add_argument("--weight-decay", type=float, default=0.0, help="of AdamW (%(default)s)")
     parser.add_argument("--label-smoothing", type=float, default=0.0, help="of the loss (%(default)s)")
-    parser.add_argument("--sentences", type=int, default=None, help="train on the first so many (all)")
+    parser.add_argument("--sentences", type=int, default=None, help="train on so many (all)")
     parser.add_argument("--validate", action="store_true", help="measure on training sentences left out, to tune")
     parser.add_argument("--seed", type=int, default=0, help="of adapters, orders, raters and cuts (%(default)s)")
     parser.add_argument("--device", default="cpu", help="a torch device (%(default)s)")
