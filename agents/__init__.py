@@ -9,8 +9,9 @@ from textenv.agents.config import PPOConfig  # noqa: E402
 from textenv.agents.language_model import LanguageModelPolicy  # noqa: E402
 from textenv.agents.policy import Policy  # noqa: E402
 from textenv.agents.ppo import PPO  # noqa: E402
+from textenv.agents.presets import Preset  # noqa: E402
 from textenv.agents.table import TablePolicy  # noqa: E402
 from textenv.agents.tiny import tiny_transformer  # noqa: E402
 from textenv.agents.training import attach  # noqa: E402
 
-__all__ = ["PPO", "LanguageModelPolicy", "PPOConfig", "Policy", "TablePolicy", "attach", "tiny_transformer"]
+__all__ = ["PPO", "LanguageModelPolicy", "PPOConfig", "Policy", "Preset", "TablePolicy", "attach", "tiny_transformer"]
