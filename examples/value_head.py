@@ -204,16 +204,17 @@ def main(arguments: Arguments) -> dict[str, dict[str, float]]:
 
 
 def show(console: Console, results: dict[str, dict[str, float]]) -> None:
-    """Print the figures: a column for the rollouts it learned from and for held-out ones, before and after."""
+    """Print root mean squared errors and correlations with the return, of rollouts it learned from and held-out ones."""
     table = Table("rollouts", *results)
+    table.columns[0].no_wrap = True
     for label, key in (
-        ("error (root mean square)", "error"),
-        ("error of the best constant", "constant"),
-        ("error at the first token", "first"),
-        ("error at the last token", "last"),
-        ("correlation with the return", "correlation"),
-        ("the same, first tokens", "correlation_first"),
-        ("the same, last tokens", "correlation_last"),
+        ("error", "error"),
+        ("error of best constant", "constant"),
+        ("error, first tokens", "first"),
+        ("error, last tokens", "last"),
+        ("correlation", "correlation"),
+        ("correlation, first", "correlation_first"),
+        ("correlation, last", "correlation_last"),
     ):
         table.add_row(label, *(f"{figures[key]:.3f}" for figures in results.values()))
     console.print(table)
