@@ -11,6 +11,7 @@ from textenv.agents.language_model import LanguageModelPolicy  # noqa: E402
 from textenv.agents.policy import Policy  # noqa: E402
 from textenv.agents.ppo import PPO  # noqa: E402
 from textenv.agents.preferences import sample_preferences  # noqa: E402
+from textenv.agents.presets import Preset  # noqa: E402
 from textenv.agents.table import TablePolicy  # noqa: E402
 from textenv.agents.tiny import tiny_transformer  # noqa: E402
 from textenv.agents.training import attach  # noqa: E402
@@ -23,6 +24,7 @@ __all__ = [
     "Notice",
     "PPOConfig",
     "Policy",
+    "Preset",
     "RewardHackingWarning",
     "TablePolicy",
     "attach",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, Self
 
 from textenv.agents.kl_loss import KL_LOSS_ESTIMATORS, KLLossEstimator
 from textenv.agents.losses import LOSS_MODES, LossMode
@@ -118,6 +118,22 @@ class PPOConfig:
     check_start: bool = True
     """Check before the first update that the policy is the reference and that ratios are 1. Turn it off for a policy
     that is meant to start elsewhere."""
+
+    @classmethod
+    def preset(cls, name: str, **overrides: Any) -> Self:
+        """The agent's part of a published set-up; `textenv.agents.Preset` has the environment's and the policy's too.
+
+        Args:
+            name: ``"instructgpt"``, ``"summarize"``, ``"n_plus"`` or ``"ziegler"``. The function of that name in
+                `textenv.agents.presets` tells the source of every value.
+            **overrides: fields that take another value than the published one.
+
+        Raises:
+            ValueError: there is no preset of that name, or an override that could not train.
+        """
+        from textenv.agents.presets import Preset
+
+        return cls(**{**Preset(name).settings, **overrides})
 
     def __post_init__(self) -> None:
         """Check every field."""

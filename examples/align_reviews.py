@@ -32,6 +32,11 @@ from textenv.agents.rollouts.collect import Episodes, collect
 from textenv.lm.precision import fast_dtype
 from textenv.metrics import distinct_n
 
+SAMPLES = 6
+"""Texts that a report keeps."""
+SHOWN = 2
+"""Texts of them that are printed."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
@@ -98,27 +103,37 @@ class Report:
             length=float(replayed.infos["response_length"].mean()),
             distinct_2=float(np.mean([distinct_n(block, 2) for block in blocks])),
             distinct_2_all=distinct_n(episodes.responses, 2),
-            samples=tuple(f"{p} |{r}" for p, r in list(zip(episodes.prompts, episodes.responses, strict=True))[:2]),
+            samples=tuple(
+                f"{p} |{r}" for p, r in list(zip(episodes.prompts, episodes.responses, strict=True))[:SAMPLES]
+            ),
         )
 
 
-def main(arguments: Arguments) -> dict[str, Any]:
-    console = Console()
-    dtype = fast_dtype() if arguments.dtype == "auto" else arguments.dtype
-    task = {
-        "max_response_tokens": arguments.max_response_tokens,
-        "kl_coef": arguments.kl_coef,
-        "missing_eos_penalty": arguments.missing_eos_penalty,
-        "dtype": dtype,
-    }
-    envs = gym.make_vec("RLHF-v0", num_envs=arguments.num_envs, **task)
-    eval_envs = gym.make_vec("RLHF-v0", num_envs=arguments.eval_episodes, **task)
+def make_envs(arguments: Arguments, num_envs: int) -> Any:
+    """The review task."""
+    return gym.make_vec(
+        "RLHF-v0",
+        num_envs=num_envs,
+        max_response_tokens=arguments.max_response_tokens,
+        kl_coef=arguments.kl_coef,
+        missing_eos_penalty=arguments.missing_eos_penalty,
+        dtype=dtype_of(arguments),
+    )
+
+
+def dtype_of(arguments: Arguments) -> str:
+    """The network's arithmetic."""
+    return fast_dtype() if arguments.dtype == "auto" else arguments.dtype
+
+
+def make_agent(arguments: Arguments) -> PPO:
+    """PPO on the review task, before it has learned anything."""
     shared = arguments.layout == "shared"
     policy = LanguageModelPolicy.from_pretrained(
         "smollm2-135m",
         lora_rank=arguments.lora_rank if shared else None,
         value="trunk" if shared else "separate",
-        dtype=dtype,
+        dtype=dtype_of(arguments),
         seed=arguments.seed,
     )
     config = PPOConfig(
@@ -130,13 +145,19 @@ def main(arguments: Arguments) -> dict[str, Any]:
         clip_range=0.2,
         num_minibatches=arguments.num_minibatches,
     )
-    attach(policy, eval_envs)
     engine = VLLMEngine(policy) if arguments.engine == "vllm" else None
-    agent = PPO(policy, envs, config, seed=arguments.seed, engine=engine)
+    return PPO(policy, make_envs(arguments, arguments.num_envs), config, seed=arguments.seed, engine=engine)
+
+
+def main(arguments: Arguments) -> dict[str, Any]:
+    console = Console()
+    eval_envs = make_envs(arguments, arguments.eval_episodes)
+    agent = make_agent(arguments)
+    attach(agent.policy, eval_envs)
 
     def measure() -> Report:
         count = arguments.eval_episodes
-        episodes = collect(policy, eval_envs, agent.engine, episodes=count, seed=12345, env_seed=12345)
+        episodes = collect(agent.policy, eval_envs, agent.engine, episodes=count, seed=12345, env_seed=12345)
         return Report.of(episodes, arguments.num_envs)
 
     folder = Path("runs") / (arguments.name or f"align-reviews-{datetime.datetime.now():%Y%m%d-%H%M%S}")
@@ -187,7 +208,7 @@ def show(console: Console, before: Report, after: Report, report: dict[str, Any]
         f"in {report['training_seconds']:.0f} s of training."
     )
     for label, side in (("before", before), ("after", after)):
-        for sample in side.samples:
+        for sample in side.samples[:SHOWN]:
             console.print(f"{label:>6}: {sample!r}", highlight=False, markup=False)
 
 

@@ -18,7 +18,17 @@ def run(script, *arguments, cwd):
     return done.stdout
 
 
-@pytest.mark.parametrize("script", ["examples/toy_optimum.py", "examples/align_reviews.py", "benchmarks/optimality.py"])
+@pytest.mark.parametrize(
+    "script",
+    [
+        "examples/toy_optimum.py",
+        "examples/align_reviews.py",
+        "examples/leash.py",
+        "examples/value_head.py",
+        "examples/token_rewards.py",
+        "benchmarks/optimality.py",
+    ],
+)
 def test_help_explains(script, tmp_path):
     text = run(script, "--help", cwd=tmp_path)
     assert "--episodes" in text
@@ -83,3 +93,60 @@ def test_align_reviews_trains_the_real_model(tmp_path):
     assert "standard deviations of the reference's scores" in text
     assert text.count("before: ") == 2
     assert text.count(" after: ") == 2
+
+
+SMALL = ("--num-envs", "8", "--episodes", "8")
+
+
+@pytest.mark.slow
+def test_leash_runs_twice_and_draws_both(tmp_path):
+    """One small iteration each: the files are there and tell one story. The full run measures what the leash does."""
+    text = run("examples/leash.py", *SMALL, "--eval-episodes", "8", "--name", "pair", cwd=tmp_path)
+    folder = tmp_path / "runs" / "pair"
+    assert (folder / "leash.png").read_bytes()[:4] == b"\x89PNG"
+    written = json.loads((folder / "leash.json").read_text())
+    loose, held = (written["reports"][label] for label in ("without the leash", "on the leash"))
+    assert loose["before"] == held["before"]  # the same reference, the same random numbers
+    assert written["figures"]["kl_ratio"] == pytest.approx(loose["after"]["kl"] / held["after"]["kl"])
+    for name, kl_coef in (("kl-coef-0", 0.0), ("kl-coef-0.13", 0.13)):
+        (row,) = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+        assert row["kl_coef"] == kl_coef
+    assert (folder / "samples.txt").read_text().count("without the leash: ") == 6
+    assert "Without the leash the score ends" in text
+
+
+@pytest.mark.slow
+def test_value_head_learns_from_rollouts(tmp_path):
+    sizes = ("--episodes", "48", "--held-out-episodes", "16", "--num-envs", "16", "--max-response-tokens", "8")
+    text = run("examples/value_head.py", *sizes, "--epochs", "60", "--minibatch-tokens", "64", cwd=tmp_path)
+    folder = tmp_path / "runs" / "value-head"
+    assert (folder / "value_head.png").read_bytes()[:4] == b"\x89PNG"
+    results = json.loads((folder / "value_head.json").read_text())
+    before, after = results["train, before"], results["train, after"]
+    assert after["error"] < 0.5 * before["error"]
+    assert after["correlation"] > 0.8
+    assert results["eval, before"]["constant"] > 0
+    assert "error, first tokens" in text
+
+
+@pytest.mark.slow
+def test_token_rewards_add_up(tmp_path):
+    """Of a real policy after one small iteration: the figures of every token, redone here from log-probabilities."""
+    text = run("examples/token_rewards.py", *SMALL, cwd=tmp_path)
+    folder = tmp_path / "runs" / "token-rewards"
+    one = json.loads((folder / "token_rewards.json").read_text())
+    tolls = [one["kl_coef"] * (p - q) for p, q in zip(one["logprobs"], one["ref_logprobs"], strict=True)]
+    assert one["toll"] == pytest.approx(tolls, abs=1e-6)
+    assert any(abs(toll) > 1e-4 for toll in tolls)
+    assert sum(one["toll"]) == pytest.approx(one["kl_coef"] * one["kl"], abs=1e-6)
+    assert one["score"][:-1] == [0.0] * (len(tolls) - 1)
+    rewards = [score - toll for score, toll in zip(one["score"], tolls, strict=True)]
+    assert one["reward"] == pytest.approx(rewards, abs=1e-5)  # the wrapped environments charged just that
+    assert one["returns"] == pytest.approx([sum(rewards[t:]) for t in range(len(rewards))], abs=1e-5)
+    values = [*one["value"], 0.0]
+    deltas = [rewards[t] + values[t + 1] - values[t] for t in range(len(rewards))]
+    by_hand = [sum(0.95 ** (k - t) * deltas[k] for k in range(t, len(deltas))) for t in range(len(deltas))]
+    assert one["advantage"] == pytest.approx(by_hand, abs=1e-5)
+    page = (folder / "token_rewards.html").read_text()
+    assert one["prompt"] in page and "background-color" in page
+    assert "The tolls add up to" in text

@@ -19,8 +19,10 @@ class Shaping:
         kl_coef: coefficient of `KLPenalty`.
         kl_estimator: its `estimator`.
         target_kl: nats per response that its controller steers to.
+        kl_episodes_per_update: its `episodes_per_update`: the controller moves once per so many finished episodes.
         min_length: of `MinLength`: how many tokens come before the first stop id.
         missing_eos_penalty: what `MissingEOSPenalty` subtracts from the score of a response cut by the budget.
+        missing_eos_mode: its `mode`: ``"subtract"``, or ``"replace"`` such a score by the negative penalty.
         normalize_score: apply `NormalizeScore`, below the penalties.
         clip_score: bound of `ClipScore` on both sides, above `NormalizeScore` and below the penalties.
         length_penalty: what `LengthPenalty` subtracts from the score for each token.
@@ -29,8 +31,10 @@ class Shaping:
     kl_coef: float | None = None
     kl_estimator: str = "k1"
     target_kl: float | None = None
+    kl_episodes_per_update: int | None = None
     min_length: int | None = None
     missing_eos_penalty: float | None = None
+    missing_eos_mode: str = "subtract"
     normalize_score: bool = False
     clip_score: float | None = None
     length_penalty: float | None = None
@@ -39,6 +43,12 @@ class Shaping:
         """Refuse a controller that has nothing to steer, and bounds that no score would survive."""
         if self.target_kl is not None and self.kl_coef is None:
             raise ValueError(f"`target_kl`={self.target_kl} needs a `kl_coef` to start from, got None.")
+        if self.kl_episodes_per_update is not None and self.target_kl is None:
+            raise ValueError(
+                f"`kl_episodes_per_update`={self.kl_episodes_per_update} needs a `target_kl` to steer to, got None."
+            )
+        if self.missing_eos_mode != "subtract" and self.missing_eos_penalty is None:
+            raise ValueError(f"`missing_eos_mode`={self.missing_eos_mode!r} needs a `missing_eos_penalty`, got None.")
         if self.kl_estimator != "k1" and self.kl_coef is None:
             raise ValueError(f"`kl_estimator`={self.kl_estimator!r} needs a `kl_coef` to charge, got None.")
         if self.clip_score is not None and not self.clip_score > 0:
@@ -56,11 +66,17 @@ class Shaping:
         if self.clip_score is not None:
             env = wrappers.ClipScore(env, -self.clip_score, self.clip_score)
         if self.missing_eos_penalty is not None:
-            env = wrappers.MissingEOSPenalty(env, self.missing_eos_penalty)
+            env = wrappers.MissingEOSPenalty(env, self.missing_eos_penalty, self.missing_eos_mode)
         if self.length_penalty is not None:
             env = wrappers.LengthPenalty(env, self.length_penalty)
         if self.kl_coef is not None:
-            env = wrappers.KLPenalty(env, kl_coef=self.kl_coef, target_kl=self.target_kl, estimator=self.kl_estimator)
+            env = wrappers.KLPenalty(
+                env,
+                kl_coef=self.kl_coef,
+                target_kl=self.target_kl,
+                episodes_per_update=self.kl_episodes_per_update,
+                estimator=self.kl_estimator,
+            )
         return env
 
 
