@@ -150,3 +150,22 @@ def test_token_rewards_add_up(tmp_path):
     page = (folder / "token_rewards.html").read_text()
     assert one["prompt"] in page and "background-color" in page
     assert "The tolls add up to" in text
+
+
+@pytest.mark.slow
+def test_overoptimisation_draws_both_curves_and_says_where_gold_peaks(tmp_path):
+    small = ["--comparisons", "30", "--prompts", "4", "--samples", "4", "--episodes", "16", "--num-envs", "8"]
+    few = ["--eval-every", "1", "--eval-samples", "2", "--refits", "1", "--max-response-tokens", "8"]
+    run("examples/overoptimisation.py", "--name", "x", *small, *few, cwd=tmp_path)
+    folder = tmp_path / "runs" / "x"
+    assert (folder / "overoptimisation.png").read_bytes().startswith(b"\x89PNG")
+    report = json.loads((folder / "report.json").read_text())
+    assert list(report) == ["30 comparisons", "30 comparisons, retrained"]
+    plain, retrained = report.values()
+    assert plain["best_of_n"] == retrained["best_of_n"]  # the same proxy to begin with
+    assert [point["label"] for point in plain["best_of_n"]["points"]] == ["best of 1", "best of 2", "best of 4"]
+    best = [point["proxy"]["value"] for point in plain["best_of_n"]["points"]]
+    assert best == sorted(best) and best[0] == pytest.approx(0, abs=1e-9)
+    for of in (plain, retrained):
+        kls = [point["kl"] for point in of["ppo"]["points"]]
+        assert kls[0] == 0 and kls == sorted(kls)
