@@ -204,7 +204,7 @@ def main(arguments: Arguments) -> dict[str, dict[str, float]]:
 
 
 def show(console: Console, results: dict[str, dict[str, float]]) -> None:
-    """Print root mean squared errors and correlations with the return, of rollouts it learned from and held-out ones."""
+    """Print root mean squared errors and correlations with the return, on rollouts learned from and held out."""
     table = Table("rollouts", *results)
     table.columns[0].no_wrap = True
     for label, key in (
