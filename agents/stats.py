@@ -149,8 +149,8 @@ def iteration_stats(
     )
 
 
-def _surprise_figures(rollout: Rollout, kept: Tensor) -> dict[str, float]:
-    """How odd responses look to the reference, and whether the odd ones score higher."""
+def _surprise_figures(rollout: Rollout, kept: Tensor) -> dict[str, Any]:
+    """How odd responses look to the reference, and whether the odd ones score higher: two floats."""
     if rollout.ref_logprobs is None or not kept.any():
         return {"ref_perplexity": math.nan, "score_surprise": math.nan}
     logprobs = torch.where(rollout.response_mask, rollout.ref_logprobs, torch.zeros_like(rollout.ref_logprobs))

@@ -22,7 +22,8 @@ RESAMPLES = 2_000
 """Of the bootstrap."""
 
 
-class Peak(NamedTuple):
+@dataclass(frozen=True)
+class Peak:
     """Where the gold score is highest."""
 
     index: int

@@ -52,7 +52,7 @@ def load_scorer(options: argparse.Namespace) -> Any:
     head = Path(options.model).suffix == ".safetensors"
     if options.model != DEFAULT and not head:
         label: int | str | None = options.label
-        if label is not None and label.isdigit():
+        if isinstance(label, str) and label.isdigit():
             label = int(label)
         return SequenceClassificationReward(options.model, label=label, max_length=options.max_length, **where)
     for flag, value in (("--label", options.label), ("--max-length", options.max_length)):
