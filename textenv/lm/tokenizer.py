@@ -46,6 +46,11 @@ class TextTokenizer:
         """The id that begins a sequence, where the tokenizer knows one."""
         return None if self.tokenizer.bos_token_id is None else int(self.tokenizer.bos_token_id)
 
+    @property
+    def eos_id(self) -> int | None:
+        """The id that ends a sequence, where the tokenizer knows one."""
+        return None if self.tokenizer.eos_token_id is None else int(self.tokenizer.eos_token_id)
+
     def encode(self, text: str) -> list[int]:
         """Token ids of a text that starts a sequence: one BOS where the tokenizer uses one, no EOS that it appends.
 
@@ -72,6 +77,37 @@ class TextTokenizer:
         Raises:
             ValueError: the tokenizer has no chat template, or it refuses these messages.
         """
+        rendered = self._rendered(messages, add_generation_prompt=True)
+        ids = self.encode(rendered)
+        bare = rendered.removeprefix(self.tokenizer.bos_token or "")
+        return (bare if self.encode(bare) == ids else rendered), ids
+
+    def encode_turn(self, messages: Sequence[Mapping[str, Any]], answer: str) -> list[int] | None:
+        """Ids of the assistant's answer as the chat template writes it, the stop id that ends its turn included.
+
+        Args:
+            messages: what is answered.
+            answer: the assistant's.
+
+        Returns:
+            What follows the ids of `encode_chat`, up to the first stop id; None where the template writes an answer
+            otherwise than behind the turn that it opened, or ends it with no stop id.
+
+        Raises:
+            ValueError: see `encode_chat`.
+        """
+        opened = self.encode_chat(messages)[1]
+        turn = {"role": "assistant", "content": answer}
+        ids = self.encode(self._rendered([*messages, turn], add_generation_prompt=False))
+        ends = [place for place in range(len(opened), len(ids)) if ids[place] in self.stop_ids]
+        return ids[len(opened) : ends[0] + 1] if ends and ids[: len(opened)] == opened else None
+
+    def _rendered(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+        """What the chat template writes.
+
+        Raises:
+            ValueError: there is none, or it refuses these messages.
+        """
         if not self.tokenizer.chat_template:
             raise ValueError(
                 "chat messages need a tokenizer with a chat template, got one without: how this model was told apart "
@@ -79,8 +115,8 @@ class TextTokenizer:
                 "instruction-tuned model."
             )
         try:
-            rendered = self.tokenizer.apply_chat_template(
-                copy.deepcopy(list(messages)), tokenize=False, add_generation_prompt=True
+            rendered: str = self.tokenizer.apply_chat_template(
+                copy.deepcopy(list(messages)), tokenize=False, add_generation_prompt=add_generation_prompt
             )
         except ImportError:
             raise
@@ -89,9 +125,7 @@ class TextTokenizer:
                 f"the model's chat template should take these messages, but refused them: {error}. Many templates want "
                 "user and assistant in turns and the system message, if they know one, first."
             ) from error
-        ids = self.encode(rendered)
-        bare = rendered.removeprefix(self.tokenizer.bos_token or "")
-        return (bare if self.encode(bare) == ids else rendered), ids
+        return rendered
 
     def decode(self, ids: Sequence[int] | Iterable[int]) -> str:
         """The text of token ids, special tokens left out."""
