@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         load_ratings,
         split_ratings,
     )
+    from textenv.rewards.reviews import load_review_demonstrations, review_demonstrations
     from textenv.rewards.reward_model import RewardModel
     from textenv.rewards.sequence_classification import SequenceClassificationReward
     from textenv.rewards.shared import score_and_logprobs, shares_trunk
@@ -33,7 +34,9 @@ __all__ = [
     "draw_comparisons",
     "load_openings",
     "load_ratings",
+    "load_review_demonstrations",
     "preference_accuracy",
+    "review_demonstrations",
     "score_and_logprobs",
     "shares_trunk",
     "split_ratings",
@@ -50,6 +53,7 @@ _HOMES = {
         "load_ratings",
         "split_ratings",
     ),
+    "reviews": ("load_review_demonstrations", "review_demonstrations"),
     "reward_model": ("RewardModel",),
     "sequence_classification": ("SequenceClassificationReward",),
     "shared": ("score_and_logprobs", "shares_trunk"),
