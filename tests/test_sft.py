@@ -171,7 +171,7 @@ def test_a_table_learns_what_was_demonstrated():
         nats -= (shares * np.log(shares / shares.sum())).sum()
     tokens = sum(map(len, responses))
     found = likelihood(agent.policy, agent.demonstrations)
-    assert found.nll == pytest.approx(nats / tokens, abs=2e-3)
+    assert nats / tokens < found.nll < nats / tokens + 5e-3  # tokens that never come keep a little probability
     first = torch.softmax(agent.policy.logits[0], -1)[:3]
     assert first.tolist() == pytest.approx([2 / 12, 3 / 12, 7 / 12], abs=5e-3)
 

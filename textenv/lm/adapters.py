@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ def add_lora(model: Any, rank: int, alpha: int, seed: int) -> None:
         task_type="CAUSAL_LM",
     )
     kept = active_adapters(model)
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), _one_more_adapter():
         torch.manual_seed(seed)
         model.add_adapter(config)
     for layer in _layers(model) if kept else ():  # adding one turns the others off
@@ -86,7 +87,11 @@ def keep_adapter(model: Any, folder: str | os.PathLike[str]) -> None:
     if not isinstance(config, LoraConfig):
         raise ValueError(f"{path} should hold a low-rank adapter, got one of the kind {config.peft_type}.")
     config.inference_mode = True
-    model.add_adapter(config, KEPT)
+    with _one_more_adapter():
+        model.add_adapter(config, KEPT)
+    for name, parameter in model.named_parameters():
+        if f".{KEPT}." in name:
+            parameter.data = parameter.data.float()  # whatever the trunk is, as adapters that train
     try:
         result = set_peft_model_state_dict(model, load_file(path / ADAPTER_FILES[1]), KEPT)
         missing = [name for name in result.missing_keys if f".{KEPT}." in name]
@@ -98,6 +103,14 @@ def keep_adapter(model: Any, folder: str | os.PathLike[str]) -> None:
             f"{len(result.unexpected_keys)} have no place, such as {[*missing, *result.unexpected_keys][0]!r}."
         )
     model.eval().requires_grad_(False)
+
+
+@contextlib.contextmanager
+def _one_more_adapter() -> Iterator[None]:
+    """Without `peft`'s warning that a model now has several adapters: it is what is wanted here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Already found a `peft_config`")
+        yield
 
 
 def active_adapters(model: Any) -> tuple[str, ...]:
