@@ -8,26 +8,33 @@ for _module in ("torch", "transformers", "peft", "jaxtyping", "safetensors"):
 from textenv.agents.alarm import Alarm, AlarmLimits, Notice, RewardHackingWarning  # noqa: E402
 from textenv.agents.config import PPOConfig  # noqa: E402
 from textenv.agents.language_model import LanguageModelPolicy  # noqa: E402
+from textenv.agents.nll import Likelihood, likelihood  # noqa: E402
 from textenv.agents.policy import Policy  # noqa: E402
 from textenv.agents.ppo import PPO  # noqa: E402
 from textenv.agents.preferences import sample_preferences  # noqa: E402
 from textenv.agents.presets import Preset  # noqa: E402
+from textenv.agents.sft import SFT  # noqa: E402
+from textenv.agents.sft_config import SFTConfig  # noqa: E402
 from textenv.agents.table import TablePolicy  # noqa: E402
 from textenv.agents.tiny import tiny_transformer  # noqa: E402
 from textenv.agents.training import attach  # noqa: E402
 
 __all__ = [
     "PPO",
+    "SFT",
     "Alarm",
     "AlarmLimits",
     "LanguageModelPolicy",
+    "Likelihood",
     "Notice",
     "PPOConfig",
     "Policy",
     "Preset",
     "RewardHackingWarning",
+    "SFTConfig",
     "TablePolicy",
     "attach",
+    "likelihood",
     "sample_preferences",
     "tiny_transformer",
 ]

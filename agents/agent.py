@@ -60,12 +60,7 @@ class Agent(ABC):
         training.attach(policy, envs)
         self.engine = engine or engine_for(policy)
         check_context(self.engine, text_envs(envs).task)
-        self.parameters = [p for p in policy.parameters() if p.requires_grad]
-        if not self.parameters:
-            raise ValueError(
-                "The policy should have parameters that require a gradient, got none: nothing would be trained. Load "
-                "it with lora_rank, or unfreeze its weights."
-            )
+        self.parameters = training.trained_parameters(policy)
         self.optimizer = torch.optim.AdamW(
             self.parameters, self.config.learning_rate, weight_decay=self.config.weight_decay, fused=True
         )

@@ -24,6 +24,7 @@ from textenv.replay import layers
 
 if TYPE_CHECKING:
     from textenv.agents.agent import Agent
+    from textenv.agents.sft import SFT
 
 VERSION = 1
 FILES = {"state.json", "policy.safetensors", "policy.json", "optimizer.pt"}
@@ -34,6 +35,12 @@ class Saved(NamedTuple):
 
     folder: Path
     state: dict[str, Any]
+    data: str = "envs"
+    """What the agent's `load` takes beside the folder."""
+
+    def call(self, *names: str) -> str:
+        """How `load` is called with some arguments more, for messages."""
+        return f"load({', '.join(['folder', self.data, *(f'{name}=...' for name in names if name != self.data)])})"
 
     def make_policy(self) -> Policy:
         """Remake the language model policy that was saved; its trained weights come with `restore`.
@@ -45,14 +52,14 @@ class Saved(NamedTuple):
         if not settings.exists():
             raise ValueError(
                 f"{self.folder} holds a {self.state['policy']}, which cannot be remade from its weights alone. Make "
-                "one as it was made for training and pass it: load(folder, envs, policy=...)."
+                f"one as it was made for training and pass it: {self.call('policy')}."
             )
         from textenv.agents.language_model import LanguageModelPolicy
 
         return LanguageModelPolicy.from_pretrained(**json.loads(settings.read_text()))
 
 
-def save(agent: Agent, folder: str | os.PathLike[str]) -> None:
+def save(agent: Agent | SFT, folder: str | os.PathLike[str]) -> None:
     """Write a checkpoint beside `folder` and move it into place: an interruption leaves the old one or the new one.
 
     Raises:
@@ -72,7 +79,7 @@ def save(agent: Agent, folder: str | os.PathLike[str]) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _write(agent: Agent, folder: Path) -> None:
+def _write(agent: Agent | SFT, folder: Path) -> None:
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in agent.policy.state_dict().items()}
     save_file(tensors, folder / "policy.safetensors")
     if settings := getattr(agent.policy, "settings", None):  # empty where a policy was not made by name
@@ -110,12 +117,13 @@ def _old(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}-old")
 
 
-def read(folder: str | os.PathLike[str], agent: str) -> Saved:
+def read(folder: str | os.PathLike[str], agent: str, data: str = "envs") -> Saved:
     """Read a checkpoint's state.
 
     Args:
         folder: a checkpoint, or the run folder that holds one.
         agent: name of the class that will go on with it.
+        data: what its `load` takes beside the folder.
 
     Raises:
         FileNotFoundError: there is none.
@@ -135,10 +143,10 @@ def read(folder: str | os.PathLike[str], agent: str) -> Saved:
         raise ValueError(f"{folder} is a checkpoint of version {state['version']}, this textenv reads {VERSION}.")
     if state["agent"] != agent:
         raise ValueError(f"{folder} was saved by {state['agent']}, got {agent}: load it with {state['agent']}.load.")
-    return Saved(folder, state)
+    return Saved(folder, state, data)
 
 
-def restore(agent: Agent, saved: Saved) -> None:
+def restore(agent: Agent | SFT, saved: Saved) -> None:
     """Bring an agent, its policy and its environments to the saved state.
 
     Raises:
@@ -153,7 +161,7 @@ def restore(agent: Agent, saved: Saved) -> None:
     if others:
         raise ValueError(
             f"{', '.join(others)} should be as for training, got others: the run would not go on as if it had never "
-            f"stopped. Pass the same: load(folder, envs, {'=..., '.join(others)}=...)."
+            f"stopped. Pass the same: {saved.call(*others)}."
         )
     agent.policy.load_state_dict(load_file(saved.folder / "policy.safetensors"))
     tensors = torch.load(saved.folder / "optimizer.pt", weights_only=True)
@@ -169,5 +177,5 @@ def restore(agent: Agent, saved: Saved) -> None:
 
 
 def _stateful(envs: Any) -> Any:
-    """Layers of the environment stack that have something to remember."""
-    return (layer for layer in layers(envs) if hasattr(type(layer), "state_dict"))
+    """Layers of the environment stack that have something to remember; none where an agent has no environments."""
+    return () if envs is None else (layer for layer in layers(envs) if hasattr(type(layer), "state_dict"))

@@ -7,7 +7,6 @@ function of its weights alone.
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -22,12 +21,13 @@ from textenv.agents import acting
 from textenv.agents.policy import last_columns
 from textenv.agents.reward_start import RewardSource, nameable, reward_start
 from textenv.agents.rollouts.hf import HFEngine
+from textenv.agents.start_weights import check_adapters, check_one_adapter, start_training
 from textenv.agents.types import PolicyOutput
 from textenv.agents.value_models import Adapters, ValueHead, ValueKind, ValueNetwork, build_value
 from textenv.lm import LanguageModel, TextTokenizer, load_causal_lm, load_tokenizer, resolve
-from textenv.lm.adapters import AdapterFree, add_lora, round_frozen_layers
+from textenv.lm.adapters import keep_adapter, round_frozen_layers
 from textenv.lm.layers import check_switches, switch_layers
-from textenv.lm.offload import Offloaded
+from textenv.lm.merged import save_merged
 from textenv.lm.precision import precision
 from textenv.lm.stepping import Stepper
 from textenv.packed_masks import PackedMasks
@@ -73,6 +73,7 @@ class LanguageModelPolicy(nn.Module):
         *,
         lora_rank: int | None = 16,
         lora_alpha: int | None = None,
+        adapter: str | os.PathLike[str] | None = None,
         temperature: float = 1.0,
         value: ValueKind = "trunk",
         reward_model: RewardSource = None,
@@ -90,6 +91,8 @@ class LanguageModelPolicy(nn.Module):
             lora_rank: rank of the adapters on every linear layer; the reference is then the model with adapters off.
                 None trains all weights, with a frozen copy as the reference.
             lora_alpha: adapters are scaled by alpha / rank; None: twice the rank.
+            adapter: a folder with low-rank adapters of an earlier stage (`save_pretrained` wrote it). They stay on the
+                model, frozen, beside those that train: policy and reference both start as the model with them.
             temperature: of the distribution that is sampled, trained and compared with the reference.
             value: where values come from: ``"trunk"``, a head on the policy's trunk with its gradient into it;
                 ``"detached"``, the same without; ``"separate"``, a network of its own that starts as the model;
@@ -112,13 +115,14 @@ class LanguageModelPolicy(nn.Module):
                 reward model on another tokenizer.
             TypeError: `reward_model` has no weights to start from.
         """
-        _check_adapters(lora_rank, lora_alpha)
+        check_adapters(lora_rank, lora_alpha, adapter)
         check_switches(checkpointing, compiled)
         tokenizer = load_tokenizer(model)
         start = reward_start(value, reward_model, tokenizer)
         module = load_causal_lm(model, device)
+        source = resolve(model)
         common: dict[str, Any] = {
-            "source": resolve(model),
+            "source": source if adapter is None else f"{source} with the adapter {os.fspath(adapter)}",
             "named_size": tokenizer.named_size,
             "temperature": temperature,
             "dtype": dtype,
@@ -126,15 +130,18 @@ class LanguageModelPolicy(nn.Module):
         adapters = None if lora_rank is None else Adapters(lora_rank, lora_alpha or 2 * lora_rank, seed)
         if adapters is not None and dtype == "bfloat16":
             round_frozen_layers(module)
+        if adapter is not None:
+            keep_adapter(module, adapter)
         lm = LanguageModel(module, **common)
         value_parts = build_value(value, start, lm, adapters)
-        reference = _start_training(module, adapters, offload, common)
+        reference = start_training(module, adapters, offload, common)
         for trained in (module, *(part.trunk for part in value_parts[1:] if part is not None)):
             switch_layers(trained, checkpointing, compiled)
         settings = {
             "model": os.fspath(model),
             "lora_rank": lora_rank,
             "lora_alpha": lora_alpha,
+            "adapter": None if adapter is None else os.fspath(adapter),
             "temperature": temperature,
             "value": value,
             "reward_model": nameable(reward_model),
@@ -258,26 +265,36 @@ class LanguageModelPolicy(nn.Module):
         """Export the language model for transformers: a PEFT adapter, or the whole model; and the tokenizer.
 
         The value function stays behind; `PPO.save` writes what training needs to go on.
+
+        Raises:
+            ValueError: an earlier adapter is kept beside the one that trains: one alone would be another model.
         """
+        check_one_adapter(self.trunk)
         self.trunk.save_pretrained(folder)
+        self._save_tokenizer(folder)
+
+    def save_merged(self, folder: str | os.PathLike[str]) -> None:
+        """Export the language model for transformers and vLLM as a whole, adapters merged in; and the tokenizer.
+
+        Raises:
+            FileExistsError: see `textenv.lm.merged.save_merged`.
+        """
+        save_merged(self.trunk, folder)
+        self._save_tokenizer(folder)
+
+    def _save_tokenizer(self, folder: str | os.PathLike[str]) -> None:
         if isinstance(self.tokenizer, TextTokenizer):  # bytes need no file
             self.tokenizer.tokenizer.save_pretrained(folder)
 
+    def merged(self, folder: str | os.PathLike[str], **changes: Any) -> LanguageModelPolicy:
+        """Save as a whole, and load that as a policy of its own whose reference it is: the start of the next stage.
 
-def _start_training(module: Any, adapters: Adapters | None, offload: bool, options: dict[str, Any]) -> LanguageModel:
-    """Let a model's weights or new adapters train, and give the reference that it was."""
-    if adapters is not None:
-        add_lora(module, adapters.rank, adapters.alpha, adapters.seed)
-        return AdapterFree(module, **options)
-    reference = (Offloaded if offload else LanguageModel)(copy.deepcopy(module), **options)
-    module.requires_grad_(True)
-    return reference
+        Args:
+            folder: where the model goes; checkpoints of the new policy name it.
+            **changes: of what `from_pretrained` was given for this policy.
 
-
-def _check_adapters(lora_rank: Any, lora_alpha: Any) -> None:
-    for name, given, none in (
-        ("lora_rank", lora_rank, "train all weights"),
-        ("lora_alpha", lora_alpha, "use twice the rank"),
-    ):
-        if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
-            raise ValueError(f"`{name}` should be an integer of at least 1, or None to {none}, got {given!r}.")
+        Raises:
+            FileExistsError: see `save_merged`.
+        """
+        self.save_merged(folder)
+        return self.from_pretrained(**{**self.settings, "model": os.fspath(folder), "adapter": None, **changes})

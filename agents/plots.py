@@ -13,17 +13,24 @@ PANELS = (
     ("kl", "eval/kl", "KL to the reference (nats)"),
     ("response_length", "eval/length", "response length (tokens)"),
 )
+LIKELIHOOD_PANELS = (
+    ("nll", "eval/nll", "negative log-likelihood (nats per token)"),
+    ("perplexity", "eval/perplexity", "perplexity"),
+)
 
 
-def plot_training(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Score, KL and response length against episodes, one under the other; those of evaluations beside training's.
+def plot_training(
+    rows: Sequence[Mapping[str, Any]], path: Path, panels: Sequence[tuple[str, str, str]] = PANELS
+) -> None:
+    """Figures against episodes, one under the other, those of evaluations beside training's: score, KL and length.
 
     Args:
         rows: metrics of each iteration, as in metrics.jsonl.
         path: a PNG.
+        panels: names of a figure in training and in evaluations, and what to call it; at least two.
     """
-    figure = new_figure(7, 8)
-    for axis, (key, held_out, label) in zip(figure.subplots(len(PANELS), sharex=True), PANELS, strict=True):
+    figure = new_figure(7, 2 + 2 * len(panels))
+    for axis, (key, held_out, label) in zip(figure.subplots(len(panels), sharex=True), panels, strict=True):
         axis.plot(*curve(rows, key), marker=".", label="training")
         if any(held_out in row for row in rows):
             axis.plot(*curve(rows, held_out), marker="o", label="evaluation")

@@ -194,13 +194,8 @@ class PPO(Agent):
             stats.stop()
             return
         self._pretraining_gradient(stats)
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters, config.max_grad_norm)
-        if not torch.isfinite(norm):
-            raise FloatingPointError(
-                f"The gradient should be finite, its norm is {float(norm)}; the step was not taken. Look at the last "
-                "scores and log-ratios, lower learning_rate, or use dtype='float32'."
-            )
-        stats.add_grad_norm(float(norm))
+        norm = training.clip_gradients(self.parameters, config.max_grad_norm, "the last scores and log-ratios")
+        stats.add_grad_norm(norm)
         self.optimizer.step()
 
     def _evaluate_options(self) -> dict[str, Any]:

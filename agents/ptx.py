@@ -15,9 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from textenv.agents.losses import Counts, aggregate
-from textenv.agents.micro_batches import micro_batches
-from textenv.agents.policy import Policy, device_of
+from textenv.agents.nll import nll_losses
+from textenv.agents.policy import Policy
 from textenv.prompts import encode_prompt
 
 
@@ -101,18 +100,6 @@ def ptx_losses(
     Raises:
         FloatingPointError: a share is not finite.
     """
-    device = device_of(policy)
-    input_ids, attention_mask = input_ids.to(device), attention_mask.to(device)
-    counts = Counts.of(attention_mask[:, 1:].bool())
-    everything = torch.arange(len(input_ids), device=device)
-    for rows in micro_batches(attention_mask, everything, micro_batch_tokens):
-        ids, mask = input_ids[rows], attention_mask[rows]
-        output = policy.evaluate(ids, mask, ids.shape[1] - 1)
-        loss = aggregate(-output.logprobs, mask[:, 1:].bool(), "token-mean", counts)
-        if not torch.isfinite(loss):
-            raise FloatingPointError(
-                f"The loss on pretraining texts should be finite, got {loss.item()}; the step was not taken. Where it "
-                "is inf the policy forbids one of their tokens, which no training undoes: leave that text out. Where "
-                "it is nan, lower learning_rate."
-            )
-        yield loss
+    return nll_losses(
+        policy, input_ids, attention_mask, input_ids.shape[1] - 1, micro_batch_tokens, of="pretraining texts"
+    )

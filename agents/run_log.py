@@ -9,15 +9,14 @@ training.png   score, KL and length against episodes, in training and in evaluat
 
 from __future__ import annotations
 
-import json
-import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from textenv.agents.plots import plot_training
+from textenv.agents.run_folder import RunFolder
 from textenv.agents.types import IterationStats, Sample
 
 if TYPE_CHECKING:
@@ -61,30 +60,18 @@ class RunLog:
     ) -> None:
         self._notice = notice
         self.folder, self.total, self.start = folder, total_episodes, episodes
-        self.rows: list[dict[str, Any]] = []
+        self.files = RunFolder(folder, iteration, goes_on)
+        if folder is not None and self.files.continued:
+            _keep_samples(folder / "samples.txt", iteration)
+            _keep_alarms(folder / "alarms.txt", iteration)
         self._columns = (*COLUMNS, EVAL_COLUMN) if evaluates else COLUMNS
         self._recent: deque[list[str]] = deque(maxlen=ROWS)
         self._progress = progress
-        if folder is not None:
-            self._open(folder, iteration, goes_on)
 
-    def _open(self, folder: Path, iteration: int, goes_on: bool) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        metrics = folder / "metrics.jsonl"
-        if metrics.exists():
-            if not goes_on:
-                raise FileExistsError(
-                    f"{folder} already holds a run, whose metrics would be lost. Choose another run_dir, or go on with "
-                    f"that run: load({str(folder)!r}, envs)."
-                )
-            lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-            self.rows = [row for row in lines if row["iteration"] <= iteration]
-            _keep_samples(folder / "samples.txt", iteration)
-            _keep_alarms(folder / "alarms.txt", iteration)
-        folder.mkdir(parents=True, exist_ok=True)
-        metrics.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
-        self._tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=iteration + 1 if iteration else None)
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """Lines of metrics so far."""
+        return self.files.rows
 
     def __enter__(self) -> RunLog:
         """Start the display."""
@@ -105,7 +92,7 @@ class RunLog:
 
     def record_start(self, evaluation: Evaluation) -> None:
         """Log an evaluation before the first iteration: a line of iteration 0."""
-        self._write({"iteration": 0, "episodes": 0, **eval_figures(evaluation)})
+        self.files.write({"iteration": 0, "episodes": 0, **eval_figures(evaluation)})
         self._write_samples("== evaluation before training", eval_samples(evaluation))
         cells = ["0", "0", *[""] * (len(COLUMNS) - 2), f"{evaluation.score.value:.3f}"]
         self._recent.append(cells)
@@ -115,7 +102,7 @@ class RunLog:
     def record(self, stats: IterationStats, evaluation: Evaluation | None = None) -> None:
         """Log one iteration everywhere, and the evaluation that followed it."""
         cells = _cells(stats)
-        self._write(stats.metrics() | ({} if evaluation is None else eval_figures(evaluation)))
+        self.files.write(stats.metrics() | ({} if evaluation is None else eval_figures(evaluation)))
         self._write_samples(f"== iteration {stats.iteration}, episodes {stats.episodes}", stats.samples)
         if evaluation is not None:
             self._write_samples(f"== evaluation after iteration {stats.iteration}", eval_samples(evaluation))
@@ -138,17 +125,6 @@ class RunLog:
         """Show a line."""
         if self._progress:
             self._say(line)
-
-    def _write(self, figures: Mapping[str, float]) -> None:
-        """One line of metrics, and the same for TensorBoard."""
-        row = {key: value if math.isfinite(value) else None for key, value in figures.items()}
-        self.rows.append(row)
-        if self.folder is not None:
-            with (self.folder / "metrics.jsonl").open("a") as file:
-                file.write(json.dumps(row) + "\n")
-            for key, value in row.items():
-                if value is not None:
-                    self._tensorboard.add_scalar(key, value, row["iteration"])
 
     def _write_samples(self, title: str, samples: Sequence[Sample]) -> None:
         if self.folder is not None:
@@ -180,7 +156,7 @@ class RunLog:
             self._live.stop()
         if self.folder is None:
             return
-        self._tensorboard.close()
+        self.files.close()
         if self.rows:
             plot_training(self.rows, self.folder / "training.png")
         if kind is not None:

@@ -7,7 +7,7 @@ import datetime
 import math
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,48 @@ def derive_seed(seed: int, iteration: int) -> int:
     """A seed of its own for each iteration, below 2**63."""
     low, high = np.random.SeedSequence([seed, iteration]).generate_state(2, np.uint32)
     return (int(high) << 31 | int(low)) % 2**63
+
+
+def trained_parameters(policy: Policy) -> list[Any]:
+    """The parameters that an optimiser is given.
+
+    Raises:
+        ValueError: there are none.
+    """
+    parameters = [p for p in policy.parameters() if p.requires_grad]
+    if not parameters:
+        raise ValueError(
+            "The policy should have parameters that require a gradient, got none: nothing would be trained. Load "
+            "it with lora_rank, or unfreeze its weights."
+        )
+    return parameters
+
+
+def clip_gradients(parameters: Sequence[Any], max_norm: float, look_at: str) -> float:
+    """Scale gradients down to a norm, and give the norm they had.
+
+    Args:
+        parameters: whose.
+        max_norm: of all of them together.
+        look_at: what to look at where it is not finite, for the message.
+
+    Raises:
+        FloatingPointError: the norm is not finite.
+    """
+    norm = float(torch.nn.utils.clip_grad_norm_(parameters, max_norm))
+    if not math.isfinite(norm):
+        raise FloatingPointError(
+            f"The gradient should be finite, its norm is {norm}; the step was not taken. Look at {look_at}, lower "
+            "learning_rate, or use dtype='float32'."
+        )
+    return norm
+
+
+def run_folder(run_dir: str | os.PathLike[str] | None, agent: object) -> Path | None:
+    """Where a run's files go: `run_dir`; for ``"auto"`` a folder named by agent, date and time; None: nowhere."""
+    if run_dir == "auto":
+        return Path("runs") / f"{type(agent).__name__.lower()}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    return None if run_dir is None else Path(run_dir)
 
 
 def kl_coef(envs: VectorEnv[Any, Any, Any]) -> float:
@@ -96,9 +138,7 @@ def learn(
             "stop early. Pass environments whose scorer is the gold score or a held-out reward model."
         )
     agent.total_episodes = total_episodes
-    folder = None if run_dir is None else Path(run_dir)
-    if run_dir == "auto":
-        folder = Path("runs") / f"{type(agent).__name__.lower()}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    folder = run_folder(run_dir, agent)
     checkpoint = None if folder is None else folder / "checkpoint"
     goes_on = folder is not None and folder.resolve() == agent.run_folder
     evaluates = held_out is not None

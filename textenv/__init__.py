@@ -5,11 +5,12 @@ numpy and Gymnasium only; models, agents and scorers live in `textenv.lm`, `text
 load torch when they are imported.
 """
 
+from textenv.demonstrations import DemonstrationSet
 from textenv.env import TextGenerationEnv
 from textenv.evaluation import evaluate
 from textenv.evaluation_record import Evaluation
 from textenv.mdp import TokenMDP
-from textenv.prompts import PromptRecord, PromptSet, load_prompts
+from textenv.prompts import Demonstration, PromptRecord, PromptSet, load_demonstrations, load_prompts
 from textenv.registration import register_envs
 from textenv.replay import Replay, attach_policy, replay
 from textenv.scoring import ScorerError
@@ -19,6 +20,8 @@ from textenv.vector_env import TextGenerationVectorEnv
 __version__ = "0.1.0"
 
 __all__ = [
+    "Demonstration",
+    "DemonstrationSet",
     "Evaluation",
     "PromptRecord",
     "PromptSet",
@@ -30,6 +33,7 @@ __all__ = [
     "TokenMDP",
     "attach_policy",
     "evaluate",
+    "load_demonstrations",
     "load_prompts",
     "replay",
 ]

@@ -34,14 +34,21 @@ def whole_responses(
             f"There should be one response per prompt and at least one of them, got {len(prompts)} prompts and "
             f"{len(responses)} responses. Pass a prompt for each response."
         )
+    for row, response in enumerate(responses):
+        _check_response(mdp, np.asarray(response), row)
+    return filled(mdp, prompts, responses)
+
+
+def filled(
+    mdp: TokenMDP, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int] | NDArray[Any]]
+) -> TokenState:
+    """States (B rows) that hold a prompt each and a response, finished or not, of at most T tokens."""
     state = initial_state(mdp, prompts)
     for row, response in enumerate(responses):
-        ids = np.asarray(response)
-        _check_response(mdp, ids, row)
-        columns = slice(mdp.max_prompt_tokens, mdp.max_prompt_tokens + len(ids))
-        state.input_ids[row, columns] = ids
+        columns = slice(mdp.max_prompt_tokens, mdp.max_prompt_tokens + len(response))
+        state.input_ids[row, columns] = response
         state.attention_mask[row, columns] = 1
-        state.response_lengths[row] = len(ids)
+        state.response_lengths[row] = len(response)
     return state
 
 

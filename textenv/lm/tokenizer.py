@@ -46,6 +46,11 @@ class TextTokenizer:
         """The id that begins a sequence, where the tokenizer knows one."""
         return None if self.tokenizer.bos_token_id is None else int(self.tokenizer.bos_token_id)
 
+    @property
+    def eos_id(self) -> int | None:
+        """The id that ends a sequence, where the tokenizer knows one."""
+        return None if self.tokenizer.eos_token_id is None else int(self.tokenizer.eos_token_id)
+
     def encode(self, text: str) -> list[int]:
         """Token ids of a text that starts a sequence: one BOS where the tokenizer uses one, no EOS that it appends.
 
@@ -76,6 +81,26 @@ class TextTokenizer:
         ids = self.encode(rendered)
         bare = rendered.removeprefix(self.tokenizer.bos_token or "")
         return (bare if self.encode(bare) == ids else rendered), ids
+
+    def encode_turn(self, messages: Sequence[Mapping[str, Any]], answer: str) -> list[int] | None:
+        """Ids of the assistant's answer as the chat template writes it, the stop id that ends its turn included.
+
+        Args:
+            messages: what is answered.
+            answer: the assistant's.
+
+        Returns:
+            What follows the ids of `encode_chat`, up to the first stop id; None where the template writes an answer
+            otherwise than behind the turn that it opened, or ends it with no stop id.
+
+        Raises:
+            ValueError: see `encode_chat`.
+        """
+        opened = self.encode_chat(messages)[1]
+        turn = {"role": "assistant", "content": answer}
+        ids = self.encode(self.render_chat([*messages, turn], open_turn=False))
+        ends = [place for place in range(len(opened), len(ids)) if ids[place] in self.stop_ids]
+        return ids[len(opened) : ends[0] + 1] if ends and ids[: len(opened)] == opened else None
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], open_turn: bool = True) -> str:
         """What the chat template makes of messages, as it stands: a BOS that the template writes is in it.

@@ -3,6 +3,7 @@
 `load_prompts` reads them, `PromptSet` encodes, chooses and splits them; see docs/prompts.md.
 """
 
+from textenv.prompts.demonstrations import Demonstration, load_demonstrations
 from textenv.prompts.encoding import (
     EncodedPrompt,
     Prompt,
@@ -18,6 +19,7 @@ from textenv.prompts.schedule import Curriculum
 
 __all__ = [
     "Curriculum",
+    "Demonstration",
     "EncodedPrompt",
     "Prompt",
     "PromptRecord",
@@ -28,5 +30,6 @@ __all__ = [
     "decoder",
     "encode_prompt",
     "is_source",
+    "load_demonstrations",
     "load_prompts",
 ]

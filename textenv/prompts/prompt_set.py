@@ -148,19 +148,7 @@ class PromptSet:
         Raises:
             ValueError: a fraction outside (0, 1), or a side that would have no prompts.
         """
-        if not 0 < fraction < 1:
-            raise ValueError(
-                f"The fraction of prompts for evaluation should be between 0 and 1, got {fraction!r}. One side would "
-                "be empty."
-            )
-        held = [_uniform(prompt.text, seed) < fraction for prompt in self.prompts]
-        if all(held) or not any(held):
-            empty = "training" if all(held) else "evaluation"
-            raise ValueError(
-                f"Both sides of a split should have prompts, got none for {empty}: of {len(self)} prompts a share of "
-                f"{fraction} is expected for evaluation, and chance (by seed {seed}) left that side empty. Choose "
-                "another fraction or seed, or bring more prompts."
-            )
+        held = splits([prompt.text for prompt in self.prompts], fraction, seed)
         return self._subset([not h for h in held]), self._subset(held)
 
     def _subset(self, keep: Sequence[bool]) -> PromptSet:
@@ -236,6 +224,28 @@ def _recorded_weights(prompts: Sequence[Prompt], names: Sequence[str]) -> list[f
             raise ValueError(f"{name} should have a weight as other prompts do, got none. Use 1 for an ordinary one.")
         found.append(weight)
     return found
+
+
+def splits(texts: Sequence[str], fraction: float, seed: int) -> list[bool]:
+    """Which of some prompts are held out, by their texts; see `PromptSet.split`.
+
+    Raises:
+        ValueError: a fraction outside (0, 1), or a side that would have no prompts.
+    """
+    if not 0 < fraction < 1:
+        raise ValueError(
+            f"The fraction of prompts for evaluation should be between 0 and 1, got {fraction!r}. One side would "
+            "be empty."
+        )
+    held = [_uniform(text, seed) < fraction for text in texts]
+    if all(held) or not any(held):
+        empty = "training" if all(held) else "evaluation"
+        raise ValueError(
+            f"Both sides of a split should have prompts, got none for {empty}: of {len(texts)} prompts a share of "
+            f"{fraction} is expected for evaluation, and chance (by seed {seed}) left that side empty. Choose "
+            "another fraction or seed, or bring more prompts."
+        )
+    return held
 
 
 def _uniform(text: str, seed: int) -> float:

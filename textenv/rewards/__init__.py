@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from textenv.rewards.reasoning import ReasoningTasks
     from textenv.rewards.remote import RemoteScorer
     from textenv.rewards.remote_server import ScorerServer, serve_scorer
+    from textenv.rewards.reviews import load_review_demonstrations, review_demonstrations
     from textenv.rewards.reward_model import RewardModel
     from textenv.rewards.sequence_classification import SequenceClassificationReward
     from textenv.rewards.shared import score_and_logprobs, shares_trunk
@@ -120,6 +121,7 @@ __all__ = [
     "load_openings",
     "load_preferences",
     "load_ratings",
+    "load_review_demonstrations",
     "numbers_in",
     "one_against_rest",
     "pair_accuracy",
@@ -132,6 +134,7 @@ __all__ = [
     "preferences_from_ratings",
     "probe",
     "review_answers",
+    "review_demonstrations",
     "save_adapters",
     "save_classifier",
     "save_preferences",
@@ -249,6 +252,10 @@ _HOMES = {
     "remote_server": (
         "ScorerServer",
         "serve_scorer",
+    ),
+    "reviews": (
+        "load_review_demonstrations",
+        "review_demonstrations",
     ),
     "reward_model": ("RewardModel",),
     "sequence_classification": ("SequenceClassificationReward",),

@@ -180,7 +180,7 @@ def make_openings(train: Sequence[RatedSentence], held_out: Sequence[RatedSenten
     """
     trained = {" ".join(s.text.split()[:words]) for s in train}
     valences = word_valences(train)
-    openings = dict.fromkeys(_opening(s.text, words) for s in held_out)  # unique, in order
+    openings = dict.fromkeys(opening_of(s.text, words) for s in held_out)  # unique, in order
     return [
         opening
         for opening in openings
@@ -190,7 +190,7 @@ def make_openings(train: Sequence[RatedSentence], held_out: Sequence[RatedSenten
     ]
 
 
-def _opening(text: str, words: int) -> str | None:
+def opening_of(text: str, words: int) -> str | None:
     """The first words of a text, or None where they make no clean prompt."""
     first = text.split()[:words]
     if len(text.split()) < 2 * words or not first[0][0].isupper():
