@@ -65,7 +65,7 @@ def _turn(demonstration: Demonstration, response: str, tokenizer: Any, name: str
 
 def _check_plain(text: str, tokenizer: Any, name: str) -> None:
     """Refuse a text that spells special tokens, which an encoder takes for the tokens themselves."""
-    special = getattr(tokenizer, "special_ids", frozenset()) - {getattr(tokenizer, "bos_id", None)}
+    special: set[int] = set(getattr(tokenizer, "special_ids", ())) - {getattr(tokenizer, "bos_id", None)}
     found = [i for i in tokenizer.encode(text) if i in special]
     if found:
         raise ValueError(

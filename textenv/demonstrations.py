@@ -153,7 +153,9 @@ class DemonstrationSet:
         )
 
     def _subset(self, places: Sequence[int]) -> DemonstrationSet:
-        chosen = {key: tuple(getattr(self, key)[i] for i in places) for key in ("prompts", "responses", "names")}
+        chosen: dict[str, Any] = {
+            key: tuple(getattr(self, key)[i] for i in places) for key in ("prompts", "responses", "names")
+        }
         return replace(self, **chosen)
 
     def _check_allowed(self) -> None:

@@ -93,7 +93,7 @@ def keep_adapter(model: Any, folder: str | os.PathLike[str]) -> None:
         if f".{KEPT}." in name:
             parameter.data = parameter.data.float()  # whatever the trunk is, as adapters that train
     try:
-        result = set_peft_model_state_dict(model, load_file(path / ADAPTER_FILES[1]), KEPT)
+        result: Any = set_peft_model_state_dict(model, load_file(path / ADAPTER_FILES[1]), KEPT)
         missing = [name for name in result.missing_keys if f".{KEPT}." in name]
     except RuntimeError as error:  # other shapes
         raise ValueError(f"{path} should hold an adapter of this model, got another's: {error}") from error
