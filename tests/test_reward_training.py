@@ -22,7 +22,7 @@ from textenv.rewards import (
     centering_loss,
     evaluate_preferences,
 )
-from textenv.rewards.train import Arguments, read_comparisons, run
+from textenv.rewards.train import Arguments, run
 from textenv.rewards.training import learning_rate_at
 
 # Losses
@@ -349,16 +349,11 @@ def test_the_command_trains_measures_and_goes_on(tiny_model, tmp_path):
     assert scores.mean() == pytest.approx(0, abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{", "line 2 should be one JSON object"),
-        ('{"prompt": "a", "chosen": "b"}', "line 2 should have the texts prompt, chosen, rejected"),
-        ('{"prompt": "a", "chosen": "b", "rejected": "b"}', "line 2: `chosen` and `rejected` should differ"),
-    ],
-)
-def test_bad_lines_are_named(line, message, tmp_path):
-    path = tmp_path / "data.jsonl"
-    path.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n' + line + "\n")
-    with pytest.raises(ValueError, match=message):
-        read_comparisons(path)
+@pytest.mark.parametrize("role", ["data", "held_out", "centre"])
+def test_bad_lines_are_named_before_anything_is_loaded(role, tmp_path):
+    good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
+    good.write_text('{"prompt": "a", "chosen": "b", "rejected": "c", "response": "d"}\n')
+    bad.write_text(good.read_text() + '{"prompt": "a", "chosen": "b"}\n')
+    files = {"data": good, "held_out": good, "centre": good, role: bad}
+    with pytest.raises(ValueError, match=r"bad\.jsonl line 2"):
+        run(Arguments(**files, output=tmp_path / "out", model="no such model"), progress=False)

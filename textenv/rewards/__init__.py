@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from textenv.rewards.learning_curves import learning_curve
     from textenv.rewards.linear_head import fit_head_to
     from textenv.rewards.network import RewardNetwork
-    from textenv.rewards.network_files import load_adapters, save_adapters, save_classifier
+    from textenv.rewards.network_files import film_review_network, load_adapters, save_adapters, save_classifier
     from textenv.rewards.noise_ceiling import half_against_half, one_against_rest, pair_accuracy
     from textenv.rewards.overoptimisation import best_of_n_curve, best_of_n_kl, best_of_n_scores, best_of_n_weights
     from textenv.rewards.overoptimisation_curve import GoldFit, OverOptimisation, Peak, fit_gold
@@ -112,6 +112,7 @@ __all__ = [
     "centering_loss",
     "draw_comparisons",
     "evaluate_preferences",
+    "film_review_network",
     "fit_gold",
     "fit_head_to",
     "half_against_half",
@@ -179,6 +180,7 @@ _HOMES = {
     "linear_head": ("fit_head_to",),
     "network": ("RewardNetwork",),
     "network_files": (
+        "film_review_network",
         "load_adapters",
         "save_adapters",
         "save_classifier",

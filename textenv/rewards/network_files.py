@@ -12,6 +12,7 @@ import copy
 import json
 import os
 from collections.abc import Mapping
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from textenv.rewards.network_start import empty_classifier
 from textenv.rewards.reward_model import portable_name, with_sorted_header
 from textenv.rewards.sequence_classification import SCORE_OFFSET
 
+FILM_REVIEWS = "film_review_adapters.safetensors"
 PAD = "<|pad|>"
 FORMAT = "textenv reward network 1"
 
@@ -138,3 +140,18 @@ def load_adapters(
             parameter.copy_(tensors[name])
     network.offset = float(known.pop("offset"))
     return network, known
+
+
+def film_review_network(device: str = "cpu", dtype: str = "float32") -> RewardNetwork:
+    """The packaged reward model of film reviews: adapters and a head on SmolLM2-135M, from single raters' comparisons.
+
+    It orders 86% of pairs of held-out sentences as the human means do and correlates 0.89 with them, where one rater
+    against the rest stands at 89% and 0.89. `RewardModel.default` (79%, 0.77) is a head alone, which can share the
+    policy's own frozen pass; this one costs a pass of its own, so take it as the score that others are measured by.
+
+    Args:
+        device: a torch device.
+        dtype: arithmetic, ``"float32"`` or ``"bfloat16"``.
+    """
+    with resources.as_file(resources.files("textenv.assets").joinpath(FILM_REVIEWS)) as path:
+        return load_adapters(path, device=device, dtype=dtype)[0]

@@ -11,19 +11,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from textenv.lm.precision import fast_dtype
 from textenv.optional import require
+from textenv.prompts.files import read_rows
 from textenv.rewards.comparison_data import PreferenceData
 from textenv.rewards.network import RewardNetwork, Trained
 from textenv.rewards.network_files import save_classifier
 from textenv.rewards.plots import plot_calibration, plot_scores
 from textenv.rewards.preference_evaluation import PreferenceEvaluation, evaluate_preferences
-from textenv.rewards.preferences import Preference
+from textenv.rewards.preference_files import load_preferences
 from textenv.rewards.training import RewardTrainer, RewardTrainingConfig
 
 
@@ -83,9 +83,9 @@ def run(arguments: Arguments, progress: bool = True) -> PreferenceEvaluation | N
     Raises:
         ValueError: a file without comparisons, with the number of the line at fault, or a bad setting.
     """
-    train = read_comparisons(arguments.data)
-    held_out = None if arguments.held_out is None else read_comparisons(arguments.held_out)
-    centre = None if arguments.centre is None else _read_rows(arguments.centre, ("prompt", "response"))
+    train = load_preferences(arguments.data)
+    held_out = None if arguments.held_out is None else load_preferences(arguments.held_out)
+    centre = None if arguments.centre is None else _texts_to_centre(arguments.centre)
     network = _network(arguments)
     data = PreferenceData(
         train,
@@ -99,7 +99,7 @@ def run(arguments: Arguments, progress: bool = True) -> PreferenceEvaluation | N
     trainer = RewardTrainer(network, data, config, arguments.output / "checkpoint.safetensors")
     history = trainer.train(progress=progress)
     if centre is not None:
-        network.centre([row["prompt"] for row in centre], [row["response"] for row in centre])
+        network.centre(*centre)
     save_classifier(network, arguments.output / "classifier")
     _write_json(arguments.output / "history.json", [dataclasses.asdict(stats) for stats in history])
     if held_out is None:
@@ -125,34 +125,17 @@ def _network(arguments: Arguments) -> RewardNetwork:
     )
 
 
-def read_comparisons(path: Path) -> list[Preference]:
-    """Comparisons of a file of JSON lines.
+def _texts_to_centre(path: Path) -> tuple[list[str], list[str]]:
+    """Prompts and responses of a file.
 
     Raises:
-        ValueError: a line is no comparison; the message says which.
+        ValueError: a row lacks one of them.
     """
-    preferences = []
-    for number, row in enumerate(_read_rows(path, ("prompt", "chosen", "rejected")), 1):
-        try:
-            preferences.append(Preference(row["prompt"], row["chosen"], row["rejected"], row.get("margin")))
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{path}, line {number}: {error}") from error
-    return preferences
-
-
-def _read_rows(path: Path, fields: Sequence[str]) -> list[dict[str, Any]]:
-    rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number} should be one JSON object, got {line[:80]!r}: {error}") from error
-        if not isinstance(row, dict) or not all(isinstance(row.get(field), str) for field in fields):
-            raise ValueError(f"{path}, line {number} should have the texts {', '.join(fields)}, got {line[:80]!r}.")
-        rows.append(row)
-    if not rows:
-        raise ValueError(f"{path} should hold JSON lines with {', '.join(fields)}, got an empty file.")
-    return rows
+    rows = read_rows(path)
+    for place, row in rows:
+        if not all(isinstance(row.get(field), str) for field in ("prompt", "response")):
+            raise ValueError(f"{place} should have the texts prompt and response, got {str(row)[:200]}.")
+    return [row["prompt"] for _, row in rows], [row["response"] for _, row in rows]
 
 
 def _write_json(path: Path, content: object) -> None:
