@@ -169,3 +169,24 @@ def test_overoptimisation_draws_both_curves_and_says_where_gold_peaks(tmp_path):
     for of in (plain, retrained):
         kls = [point["kl"] for point in of["ppo"]["points"]]
         assert kls[0] == 0 and kls == sorted(kls)
+
+
+@pytest.mark.slow
+def test_full_pipeline_goes_on_where_it_was(tmp_path):
+    small = ["--demonstrations", "48", "--comparisons", "16", "--episodes", "8", "--num-envs", "8", "--held-out", "6"]
+    few = ["--name", "x", "--max-response-tokens", "8"]
+    run("examples/full_pipeline.py", *small, *few, cwd=tmp_path)
+    folder = tmp_path / "runs" / "x"
+    report = json.loads((folder / "report.json").read_text())
+    assert report["sft"]["kl"] == pytest.approx(0, abs=1e-3)  # stage 3 starts at its reference
+    gain = report["gold_gain"]
+    assert gain["low"] < gain["value"] < gain["high"]
+    assert gain["value"] == pytest.approx(report["ppo"]["gold"] - report["sft"]["gold"], abs=1e-6)
+    kept = [folder / "1-sft" / "merged" / "model.safetensors", folder / "2-reward" / "checkpoint.safetensors"]
+    kept += [folder / "2-reward" / "classifier" / "model.safetensors", folder / "3-ppo" / "metrics.jsonl"]
+    written = [path.stat().st_mtime_ns for path in kept]
+    (folder / "report.json").unlink()
+    run("examples/full_pipeline.py", *small, *few, cwd=tmp_path)
+    assert [path.stat().st_mtime_ns for path in kept] == written
+    again = json.loads((folder / "report.json").read_text())
+    assert again["gold_gain"]["value"] == pytest.approx(gain["value"], abs=1e-3)
