@@ -62,8 +62,9 @@ class RemoteScorer:
             raise ValueError(f"`scorer_errors` should be one of {SCORER_ERRORS}, got {scorer_errors!r}.")
         if isinstance(columns, str):
             raise ValueError(f"`columns` should be a list, got {columns!r}. Write columns=[{columns!r}].")
-        patience = {"timeout": timeout, "attempts": attempts, "first_pause": first_pause}
-        self.server = JSONServer(url, **patience, key_variable=key_variable)
+        self.server = JSONServer(
+            url, timeout=timeout, attempts=attempts, first_pause=first_pause, key_variable=key_variable
+        )
         self.batch_size, self.concurrency = batch_size, concurrency
         self.columns, self.scorer_errors = columns, scorer_errors
         self.__signature__ = signature_of(columns or ())

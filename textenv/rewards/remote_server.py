@@ -160,7 +160,7 @@ def _checked(content: bytes) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"the body should be JSON: {error}") from error
     body = {"context": {}, **body} if isinstance(body, dict) else {}
-    texts = [body.get("prompts"), body.get("responses")]
+    texts: list[Any] = [body.get("prompts"), body.get("responses")]
     if not all(isinstance(column, list) and all(isinstance(text, str) for text in column) for column in texts):
         raise ValueError('the body should be {"prompts": [texts], "responses": [texts], "context": {...}}')
     columns = body["context"].values() if isinstance(body["context"], dict) else [None]

@@ -197,7 +197,7 @@ class NumericMatch(_Check):
             right = written[-1]
         if self.which == "whole":
             number = as_number(response)
-            given = [] if number is None else [number]
+            given: Sequence[Any] = [] if number is None else [number]
         else:
             given = _chosen(numbers_in(response), self.which)
         allowance = max(abs(right) * Fraction(self.rel_tol), Fraction(self.abs_tol))

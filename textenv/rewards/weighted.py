@@ -80,8 +80,10 @@ class WeightedReward:
             self._known.move_to_end((prompt, response))
         while len(self._known) > REMEMBERED:
             self._known.popitem(last=False)
-        # In the parts' order, so that the sum does not depend on the size of the batch.
-        return sum((self.weights[name] * scores[name] for name in scores), np.zeros(len(responses)))
+        total = np.zeros(len(responses))
+        for name in scores:  # in the parts' order, so that the sum does not depend on the size of the batch
+            total += self.weights[name] * scores[name]
+        return total
 
     def score_parts(
         self, prompts: Sequence[str], responses: Sequence[str], **context: Any
