@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import random
 import sys
 import types
@@ -141,10 +142,13 @@ def test_a_missing_package_names_the_install_command(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("reasoning_gym") is None,
+    reason="reasoning-gym is not installed: pip install 'textenv[reasoning]'",
+)
 @pytest.mark.filterwarnings("ignore:KLPenalty has no policy attached")
 def test_the_package_itself_in_an_environment(tiny_model):
     """Every entry's own answer earns the full score through a replay, a wrong one less."""
-    pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed: pip install 'textenv[reasoning]'")
     tasks = ReasoningTasks("chain_sum", size=6, seed=1, min_terms=2, max_terms=2, min_digits=1, max_digits=1)
     again = ReasoningTasks("chain_sum", size=6, seed=1, min_terms=2, max_terms=2, min_digits=1, max_digits=1)
     assert tasks.prompts == again.prompts
