@@ -278,10 +278,10 @@ def test_it_learns_what_orders_texts(train, tiny_model):
     """Texts are preferred by how many letters "o" they have; fresh texts are ordered by it afterwards."""
     rng = np.random.default_rng(0)
     words = ["go", "the", "good", "bad", "road", "a", "is", "no"]
-    texts = list({" ".join(rng.choice(words, 3)) for _ in range(200)})
+    texts = list(dict.fromkeys(" ".join(rng.choice(words, 3)) for _ in range(700)))
     pairs = [(a, b) for a, b in zip(texts[::2], texts[1::2], strict=False) if a.count("o") != b.count("o")]
     known = [Preference("", max(p, key=lambda t: t.count("o")), min(p, key=lambda t: t.count("o"))) for p in pairs]
-    learned, fresh = known[:-15], known[-15:]
+    learned, fresh = known[:-40], known[-40:]
     made = RewardNetwork.from_pretrained(tiny_model, train=train, lora_rank=4)
     data = PreferenceData(learned, made.encode, batch_size=16)
     rate = {"head": 3e-2, "lora": 1e-2, "all": 3e-3}[train]
@@ -290,7 +290,7 @@ def test_it_learns_what_orders_texts(train, tiny_model):
     assert np.mean([s.loss for s in history[-4:]]) < 0.35
     assert evaluate_preferences(made.score, learned).accuracy.value >= 0.85
     if train != "head":  # random features do not hold what a linear head could carry over
-        assert evaluate_preferences(made.score, fresh).accuracy.value >= 0.8
+        assert evaluate_preferences(made.score, fresh).accuracy.value >= 0.75
 
 
 @pytest.mark.parametrize(

@@ -209,3 +209,11 @@ def quiet_progress() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
+
+
+def portable_name(source: str) -> str:
+    """A trunk's source as a name that means the same on another machine, where there is one."""
+    for name, model in EMBEDDED.items():
+        if source in (name, model.hub_id, str(cache_folder() / name)):
+            return name
+    return source

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from textenv.lm.loading import quiet_progress
+from textenv.lm.loading import portable_name, quiet_progress
 from textenv.lm.merged import merged_weights
 from textenv.rewards.network import RewardNetwork
 from textenv.rewards.network_start import empty_classifier
-from textenv.rewards.reward_model import portable_name, with_sorted_header
+from textenv.rewards.reward_model import with_sorted_header
 from textenv.rewards.sequence_classification import SCORE_OFFSET
 
 FILM_REVIEWS = "film_review_adapters.safetensors"

@@ -154,8 +154,11 @@ def _check(
 
 def _name_of(scorer: Any) -> str:
     """What a scorer calls itself: the source of its weights, its name, or its class."""
+    from textenv.lm.loading import portable_name
+
     for attribute in ("source", "name", "__name__"):
         if isinstance(named := getattr(scorer, attribute, None), str):
+            named = portable_name(named)
             return f"{type(scorer).__name__} {named}" if attribute != "__name__" else named
     return type(scorer).__name__
 

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from textenv.lm.lazy import LazyLanguageModel
-from textenv.lm.loading import EMBEDDED, cache_folder, load_tokenizer
+from textenv.lm.loading import load_tokenizer, portable_name
 from textenv.lm.tokenizer import TextTokenizer
 from textenv.rewards.batches import check_pairs, score_by_length
 
@@ -237,11 +237,3 @@ def with_sorted_header(packed: bytes) -> bytes:
     header = json.dumps(json.loads(packed[8:end]), sort_keys=True, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)  # the format pads with spaces, so that tensors stay aligned
     return len(header).to_bytes(8, "little") + header + packed[end:]
-
-
-def portable_name(source: str) -> str:
-    """A trunk's source as a name that means the same on another machine, where there is one."""
-    for name, model in EMBEDDED.items():
-        if source in (name, model.hub_id, str(cache_folder() / name)):
-            return name
-    return source
