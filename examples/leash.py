@@ -20,10 +20,10 @@ from typing import Any
 
 import align_reviews
 import tyro
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
+
+from textenv.plotting import new_figure, save_figure
 
 LOOSE, HELD = "without the leash", "on the leash"
 PANELS = (("score", "score"), ("kl", "KL to the reference (nats)"), ("distinct_2", "distinct-2 of the batch"))
@@ -84,8 +84,7 @@ def side_by_side(reports: Mapping[str, Mapping[str, Any]]) -> str:
 
 def draw(curves: Mapping[str, Sequence[Mapping[str, Any]]], reference: Mapping[str, Any], path: Path) -> None:
     """Score, KL and distinct-2 of both runs against the iteration, and what the reference has as a dotted line."""
-    figure = Figure(figsize=(7, 8), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(7, 8)
     for axis, (key, label) in zip(figure.subplots(len(PANELS), sharex=True), PANELS, strict=True):
         for run, rows in curves.items():
             axis.plot([row["iteration"] for row in rows], [row[key] for row in rows], marker=".", label=run)
@@ -94,7 +93,7 @@ def draw(curves: Mapping[str, Sequence[Mapping[str, Any]]], reference: Mapping[s
         axis.grid(alpha=0.3)
     axis.set_xlabel("iteration")
     axis.legend()
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)
 
 
 def show(console: Console, reports: Mapping[str, Mapping[str, Any]], figures: Mapping[str, float]) -> None:

@@ -21,8 +21,6 @@ import gymnasium as gym
 import numpy as np
 import torch
 import tyro
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -30,6 +28,7 @@ from rich.table import Table
 import textenv  # noqa: F401 - registers textenv/Toy-v0
 from textenv.agents import PPO, PPOConfig, TablePolicy
 from textenv.oracle import evaluate, frontier, solve
+from textenv.plotting import new_figure, save_figure
 from textenv.toy import standard_toy
 
 
@@ -80,8 +79,7 @@ def main(arguments: Arguments) -> list[dict[str, float]]:
 def draw(rows: list[dict[str, float]], path: Path) -> None:
     """The exact frontier as a line, PPO's runs as points."""
     exact = frontier(standard_toy(), [0.0, *np.geomspace(0.02, 50, 80)])
-    figure = Figure(figsize=(7, 5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(7, 5)
     axis = figure.subplots()
     axis.plot([point.kl for point in exact], [point.score for point in exact], label="exact optimum")
     axis.plot([row["kl"] for row in rows], [row["score"] for row in rows], "o", label="PPO")
@@ -92,7 +90,7 @@ def draw(rows: list[dict[str, float]], path: Path) -> None:
     axis.set_title("Toy language: score against KL, labelled by kl_coef")
     axis.legend(loc="lower right")
     axis.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)
 
 
 if __name__ == "__main__":

@@ -22,8 +22,6 @@ import gymnasium as gym
 import numpy as np
 import torch
 import tyro
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -35,6 +33,7 @@ from textenv.agents.advantages import gae
 from textenv.agents.losses import clipped_value_loss
 from textenv.agents.rollouts.collect import collect
 from textenv.lm.precision import fast_dtype
+from textenv.plotting import new_figure, save_figure
 from textenv.rewards.ratings import load_ratings
 
 
@@ -222,8 +221,7 @@ def show(console: Console, results: dict[str, dict[str, float]]) -> None:
 
 def draw(tokens: Tokens, before: Tensor, after: Tensor, path: Path) -> None:
     """Values against returns, first and last tokens apart; and the error by how many tokens have been written."""
-    figure = Figure(figsize=(11, 5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(11, 5)
     scatter, by_position = figure.subplots(1, 2)
     for label, chosen in (("first token", tokens.position == 0), ("last token", tokens.last)):
         scatter.plot(tokens.returns[chosen], after[chosen], ".", alpha=0.6, label=label)
@@ -242,7 +240,7 @@ def draw(tokens: Tokens, before: Tensor, after: Tensor, path: Path) -> None:
     for axis in (scatter, by_position):
         axis.legend()
         axis.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)
 
 
 def errors(values: Tensor, tokens: Tokens, positions: Sequence[int]) -> list[float]:

@@ -8,19 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from textenv.optional import require
+from textenv.plotting import new_figure, save_figure
 from textenv.rewards.learning_curves import CurvePoint
 from textenv.rewards.preference_evaluation import Calibration, PreferenceEvaluation
 
 
 def _axes(size: tuple[float, float] = (6, 5)) -> tuple[Any, Any]:
     """A figure and its only axes."""
-    require("matplotlib", "train", "A plot")
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(*size)
     axis = figure.subplots()
     axis.grid(alpha=0.3)
     return figure, axis
@@ -44,7 +39,7 @@ def plot_calibration(calibration: Calibration, path: str | os.PathLike[str], tit
         axis.annotate(str(count), (place, rate), textcoords="offset points", xytext=(5, -10), fontsize=7)
     axis.set(xlabel="claimed: sigmoid(|gap|)", ylabel="share in which the higher score won", title=title)
     axis.legend()
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)
 
 
 def plot_scores(report: PreferenceEvaluation, path: str | os.PathLike[str], title: str = "") -> None:
@@ -61,7 +56,7 @@ def plot_scores(report: PreferenceEvaluation, path: str | os.PathLike[str], titl
     axis.hist(report.rejected, edges, alpha=0.6, label="the other")
     axis.set(xlabel="score", ylabel="responses", title=title)
     axis.legend()
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)
 
 
 def plot_learning_curve(
@@ -84,4 +79,4 @@ def plot_learning_curve(
         axis.axhline(ceiling, color="grey", linestyle="--", label=f"ceiling {ceiling:.3f}")
     axis.set(xscale="log", xlabel="comparisons", ylabel="held-out accuracy", title=title)
     axis.legend()
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)
