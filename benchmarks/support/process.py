@@ -64,7 +64,9 @@ def run(main: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
 def peak_memory() -> int:
     """The most bytes that this process held in memory at once.
 
-    On Linux VmHWM, which begins anew with the program; `getrusage` would hand on the parent's peak.
+    On Linux VmHWM, which begins anew with the program; `getrusage` would hand on the parent's peak. The kernel keeps
+    that mark by counters which each processor adds to in batches of pages, so it may lag behind what is held right now,
+    which is counted exactly.
     """
     try:
         status = Path("/proc/self/status").read_text()
@@ -72,4 +74,17 @@ def peak_memory() -> int:
         import resource
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return int(next(line for line in status.splitlines() if line.startswith("VmHWM:")).split()[1]) * 1024
+    return max(_kilobytes(status, "VmHWM:"), resident_memory())
+
+
+def resident_memory() -> int:
+    """Bytes that this process holds in memory, page by page; Linux only.
+
+    Raises:
+        OSError: the system does not tell.
+    """
+    return _kilobytes(Path("/proc/self/smaps_rollup").read_text(), "Rss:")
+
+
+def _kilobytes(text: str, name: str) -> int:
+    return int(next(line for line in text.splitlines() if line.startswith(name)).split()[1]) * 1024

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from support.process import peak_memory, run
+from support.process import peak_memory, resident_memory, run
 from support.update_side import by_group
 from textenv.agents import PPO, LanguageModelPolicy, PPOConfig
 from textenv.agents.losses import aggregate, clipped_policy_loss, clipped_value_loss
@@ -120,12 +120,12 @@ def held_memory() -> int:
     try:
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
+        return resident_memory()
     except (AttributeError, OSError) as error:
         raise RuntimeError(
             "Memory should be measured on Linux, with glibc and a writable /proc/self/clear_refs: elsewhere the peak "
             f"of loading the model would hide that of the update ({error})."
         ) from error
-    return peak_memory()
 
 
 def attention_share(work: Work, rollout: Rollout, vocab_size: int) -> float:
