@@ -290,7 +290,7 @@ def test_it_learns_what_orders_texts(train, tiny_model):
     assert np.mean([s.loss for s in history[-4:]]) < 0.35
     assert evaluate_preferences(made.score, learned).accuracy.value >= 0.85
     if train != "head":  # random features do not hold what a linear head could carry over
-        assert evaluate_preferences(made.score, fresh).accuracy.value >= 0.75
+        assert evaluate_preferences(made.score, fresh).accuracy.value >= 0.8
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,7 @@ def test_loss_modes(mode, expected):
 def test_a_table_learns_what_was_demonstrated():
     """Its optimum is known: at each place the shares of the demonstrations, whose entropy is the lowest NLL."""
     responses = [[1, 0]] * 3 + [[2, 1, 0]] * 5 + [[2, 2, 0]] * 2 + [[0]] * 2
-    agent = SFT(table(), toy_set(*responses), SFTConfig(epochs=400, batch_size=12, learning_rate=0.1))
+    agent = SFT(table(), toy_set(*responses), SFTConfig(epochs=1200, batch_size=12, learning_rate=0.1))
     agent.learn(None, progress=False)
     nats = 0.0
     for place in range(3):
@@ -171,7 +171,7 @@ def test_a_table_learns_what_was_demonstrated():
         nats -= (shares * np.log(shares / shares.sum())).sum()
     tokens = sum(map(len, responses))
     found = likelihood(agent.policy, agent.demonstrations)
-    assert nats / tokens < found.nll < nats / tokens + 5e-3  # tokens that never come keep a little probability
+    assert found.nll == pytest.approx(nats / tokens, abs=2e-3)
     first = torch.softmax(agent.policy.logits[0], -1)[:3]
     assert first.tolist() == pytest.approx([2 / 12, 3 / 12, 7 / 12], abs=5e-3)
 
