@@ -21,11 +21,10 @@ from textenv.agents import acting
 from textenv.agents.policy import last_columns
 from textenv.agents.reward_start import RewardSource, nameable, reward_start
 from textenv.agents.rollouts.hf import HFEngine
-from textenv.agents.start_weights import check_adapters, check_one_adapter, start_training
+from textenv.agents.start_weights import check_adapters, check_one_adapter, load_start, start_training
 from textenv.agents.types import PolicyOutput
 from textenv.agents.value_models import Adapters, ValueHead, ValueKind, ValueNetwork, build_value
-from textenv.lm import LanguageModel, TextTokenizer, load_causal_lm, load_tokenizer, resolve
-from textenv.lm.adapters import keep_adapter, round_frozen_layers
+from textenv.lm import LanguageModel, TextTokenizer, load_tokenizer
 from textenv.lm.layers import check_switches, switch_layers
 from textenv.lm.merged import save_merged
 from textenv.lm.precision import precision
@@ -119,19 +118,14 @@ class LanguageModelPolicy(nn.Module):
         check_switches(checkpointing, compiled)
         tokenizer = load_tokenizer(model)
         start = reward_start(value, reward_model, tokenizer)
-        module = load_causal_lm(model, device)
-        source = resolve(model)
+        adapters = None if lora_rank is None else Adapters(lora_rank, lora_alpha or 2 * lora_rank, seed)
+        module, source = load_start(model, adapter, device, rounded=adapters is not None and dtype == "bfloat16")
         common: dict[str, Any] = {
-            "source": source if adapter is None else f"{source} with the adapter {os.fspath(adapter)}",
+            "source": source,
             "named_size": tokenizer.named_size,
             "temperature": temperature,
             "dtype": dtype,
         }
-        adapters = None if lora_rank is None else Adapters(lora_rank, lora_alpha or 2 * lora_rank, seed)
-        if adapters is not None and dtype == "bfloat16":
-            round_frozen_layers(module)
-        if adapter is not None:
-            keep_adapter(module, adapter)
         lm = LanguageModel(module, **common)
         value_parts = build_value(value, start, lm, adapters)
         reference = start_training(module, adapters, offload, common)

@@ -7,9 +7,27 @@ import os
 from typing import Any
 
 from textenv.agents.value_models import Adapters
-from textenv.lm import LanguageModel
-from textenv.lm.adapters import AdapterFree, active_adapters, add_lora
+from textenv.lm import LanguageModel, load_causal_lm, resolve
+from textenv.lm.adapters import AdapterFree, active_adapters, add_lora, keep_adapter, round_frozen_layers
 from textenv.lm.offload import Offloaded
+
+
+def load_start(model: Any, adapter: Any, device: str, rounded: bool) -> tuple[Any, str]:
+    """The frozen model that training starts from, a kept adapter included, and where its weights came from.
+
+    Args:
+        model: a name, folder or hub id.
+        adapter: the folder of an adapter to keep, or None.
+        device: a torch device.
+        rounded: store the linear layers in bfloat16, see `round_frozen_layers`.
+    """
+    module, source = load_causal_lm(model, device), resolve(model)
+    if rounded:
+        round_frozen_layers(module)
+    if adapter is not None:
+        keep_adapter(module, adapter)
+        source = f"{source} with the adapter {os.fspath(adapter)}"
+    return module, source
 
 
 def start_training(module: Any, adapters: Adapters | None, offload: bool, options: dict[str, Any]) -> LanguageModel:

@@ -8,7 +8,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 DROP, HANG, SHORT, DRIP, REDIRECT, CHUNKED = "drop", "hang", "short", "drip", "redirect", "chunked"
@@ -115,3 +115,17 @@ def timed(function: Callable[[], Any]) -> float:
     start = time.monotonic()
     function()
     return time.monotonic() - start
+
+
+@contextlib.contextmanager
+def fake_servers() -> Iterator[Callable[[Any], FakeServer]]:
+    """Makes fake servers, from a behaviour or from the one answer that they give; closes them at the end."""
+    made = []
+
+    def started(behaviour: Any) -> FakeServer:
+        made.append(FakeServer(behaviour if callable(behaviour) else lambda *_: behaviour))
+        return made[-1]
+
+    yield started
+    for server in made:
+        server.close()

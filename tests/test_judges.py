@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 from helpers import END, GOOD, text_task, write
-from http_helpers import DROP, HANG, FakeServer, nobody
+from http_helpers import DROP, HANG, fake_servers, nobody
 
 from textenv import ScorerError
 from textenv.env import TextGenerationEnv
@@ -35,15 +35,8 @@ HASTY = {"timeout": 5.0, "attempts": 2, "first_pause": 0.01}
 @pytest.fixture
 def endpoint():
     """Makes fake endpoints, and closes them after the test."""
-    made = []
-
-    def started(behaviour):
-        made.append(FakeServer(behaviour if callable(behaviour) else lambda *_: behaviour))
-        return made[-1]
-
-    yield started
-    for server in made:
-        server.close()
+    with fake_servers() as started:
+        yield started
 
 
 def chat(text, top=None):

@@ -13,7 +13,7 @@ import urllib.request
 import numpy as np
 import pytest
 from helpers import BAD, END, GOOD, count_good, text_task, write
-from http_helpers import CHUNKED, DRIP, DROP, HANG, REDIRECT, SHORT, FakeServer, nobody, timed
+from http_helpers import CHUNKED, DRIP, DROP, HANG, REDIRECT, SHORT, fake_servers, nobody, timed
 
 from textenv import ScorerError, TextGenerationVectorEnv, replay
 from textenv.env import TextGenerationEnv
@@ -30,15 +30,8 @@ SCORES = [1.2, -0.8, 2.2]
 @pytest.fixture
 def serve():
     """Makes fake servers, and closes them after the test."""
-    made = []
-
-    def started(behaviour):
-        made.append(FakeServer(behaviour if callable(behaviour) else lambda *_: behaviour))
-        return made[-1]
-
-    yield started
-    for server in made:
-        server.close()
+    with fake_servers() as started:
+        yield started
 
 
 def counted(_number, request):

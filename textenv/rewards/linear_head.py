@@ -5,7 +5,7 @@ Legend: S texts, H hidden size, n comparisons.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -101,12 +101,23 @@ def solve(features: Tensor, pairs: Tensor, margins: Tensor, weight_decay: float)
         margins: (n,).
         weight_decay: at least 0.
     """
-    weight = torch.zeros(features.shape[1], dtype=features.dtype, requires_grad=True)
+    return minimise(lambda scores: _loss(scores, pairs, margins), features, weight_decay)
+
+
+def minimise(loss_of: Callable[[Tensor], Tensor], features: Tensor, weight_decay: float) -> Tensor:
+    """The weight (H,) that minimises a convex loss of the scores plus decay |w|^2 / 2, by L-BFGS.
+
+    Args:
+        loss_of: scores (...) to a scalar.
+        features: (..., H), float64.
+        weight_decay: at least 0.
+    """
+    weight = torch.zeros(features.shape[-1], dtype=features.dtype, requires_grad=True)
     optimizer = torch.optim.LBFGS([weight], max_iter=300, history_size=20, line_search_fn="strong_wolfe")
 
     def closure() -> float:
         optimizer.zero_grad()
-        loss = _loss(features @ weight, pairs, margins) + weight_decay * weight.square().sum() / 2
+        loss = loss_of(features @ weight) + weight_decay * weight.square().sum() / 2
         loss.backward()
         return loss.item()
 

@@ -28,6 +28,7 @@ from torch import Tensor
 from textenv.lm import LanguageModel, LazyLanguageModel, TextTokenizer, load_tokenizer
 from textenv.lm.precision import precision
 from textenv.rewards.bradley_terry import bradley_terry_loss
+from textenv.rewards.linear_head import minimise
 from textenv.rewards.noise_ceiling import pair_accuracy
 from textenv.rewards.ratings import (
     ASSETS,
@@ -119,17 +120,8 @@ def fit_head(
     mean, scale = states[:, 0].mean(0, dtype=np.float64), states[:, 0].std(0, dtype=np.float64) + 1e-8  # (H,)
     features = torch.as_tensor((states - mean) / scale)  # (S, K, H), float64
     chosen, rejected, points = _comparisons(sentences, n, states.shape[1], seed)
-    weight = torch.zeros(features.shape[-1], dtype=features.dtype, requires_grad=True)
-    optimizer = torch.optim.LBFGS([weight], max_iter=300, history_size=20, line_search_fn="strong_wolfe")
-
-    def closure() -> float:
-        optimizer.zero_grad()
-        loss = comparison_loss(features @ weight, chosen, rejected, points) + weight_decay * weight.square().sum() / 2
-        loss.backward()
-        return loss.item()
-
-    optimizer.step(closure)
-    raw = weight.detach().numpy() / scale
+    weight = minimise(lambda scores: comparison_loss(scores, chosen, rejected, points), features, weight_decay)
+    raw = weight.numpy() / scale
     return Head(raw, -float(raw @ mean))  # the mean feature, hence the mean score, is at 0
 
 
