@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from textenv.rewards.comparisons import Comparison, Labels
     from textenv.rewards.early_stopping import EarlyStopping
     from textenv.rewards.ensemble import RewardEnsemble, pessimistic
+    from textenv.rewards.film_reviews import adapted_reward, film_review_head, film_review_reward
     from textenv.rewards.genuine import review_answers
     from textenv.rewards.judge import Judge, Reply
     from textenv.rewards.judge_comparisons import ComparingJudge
@@ -102,6 +103,7 @@ __all__ = [
     "VariantResult",
     "WeightedReward",
     "accuracy_estimate",
+    "adapted_reward",
     "as_number",
     "best_of_n_curve",
     "best_of_n_kl",
@@ -112,7 +114,9 @@ __all__ = [
     "centering_loss",
     "draw_comparisons",
     "evaluate_preferences",
+    "film_review_head",
     "film_review_network",
+    "film_review_reward",
     "fit_gold",
     "fit_head_to",
     "half_against_half",
@@ -168,6 +172,11 @@ _HOMES = {
     "ensemble": (
         "RewardEnsemble",
         "pessimistic",
+    ),
+    "film_reviews": (
+        "adapted_reward",
+        "film_review_head",
+        "film_review_reward",
     ),
     "genuine": ("review_answers",),
     "judge": (
