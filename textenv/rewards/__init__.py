@@ -24,7 +24,13 @@ if TYPE_CHECKING:
     from textenv.rewards.network import RewardNetwork
     from textenv.rewards.network_files import film_review_network, load_adapters, save_adapters, save_classifier
     from textenv.rewards.noise_ceiling import half_against_half, one_against_rest, pair_accuracy
-    from textenv.rewards.overoptimisation import best_of_n_curve, best_of_n_kl, best_of_n_scores, best_of_n_weights
+    from textenv.rewards.overoptimisation import (
+        best_of_n_curve,
+        best_of_n_kl,
+        best_of_n_logprobs,
+        best_of_n_scores,
+        best_of_n_weights,
+    )
     from textenv.rewards.overoptimisation_curve import GoldFit, OverOptimisation, Peak, fit_gold
     from textenv.rewards.plots import plot_calibration, plot_learning_curve, plot_scores
     from textenv.rewards.preference_chat import ChatTemplate, parse_transcript, transcript_text
@@ -106,6 +112,7 @@ __all__ = [
     "as_number",
     "best_of_n_curve",
     "best_of_n_kl",
+    "best_of_n_logprobs",
     "best_of_n_scores",
     "best_of_n_weights",
     "bradley_terry_loss",
@@ -194,6 +201,7 @@ _HOMES = {
     "overoptimisation": (
         "best_of_n_curve",
         "best_of_n_kl",
+        "best_of_n_logprobs",
         "best_of_n_scores",
         "best_of_n_weights",
     ),
