@@ -12,6 +12,7 @@ from gymnasium.vector import VectorEnv
 from numpy.typing import NDArray
 
 from textenv.alignment_tax import alignment_tax
+from textenv.checks import check_groups
 from textenv.constraints import constraint_of
 from textenv.estimates import UNDEFINED, Estimate, mean_estimate, quantile_of, ratio_estimate, share_estimate
 from textenv.evaluation_record import Evaluation
@@ -120,12 +121,28 @@ def _check(episodes: int, opponent: Any, judge: Any, confidence: float) -> None:
         raise ValueError("`judge` decides between two policies, but there is no `opponent`. Pass one, or leave it out.")
 
 
-def draw_prompts(envs: VectorEnv[Any, Any, Any], count: int, seed: int | None) -> list[EncodedPrompt]:
-    """The prompts of `count` episodes, from as many resets of the environments as it takes."""
+def draw_prompts(
+    envs: VectorEnv[Any, Any, Any], count: int, seed: int | None, samples_per_prompt: int = 1
+) -> list[EncodedPrompt]:
+    """The prompts of `count` episodes, from as many resets of the environments as it takes.
+
+    Args:
+        envs: vector text environments.
+        count: of episodes.
+        seed: of the first reset.
+        samples_per_prompt: episodes that share a prompt, next to each other.
+
+    Raises:
+        ValueError: `count` or the number of environments is no multiple of `samples_per_prompt`.
+    """
     base = text_envs(envs)
+    options = None
+    if samples_per_prompt != 1:
+        options = {"samples_per_prompt": samples_per_prompt}
+        check_groups(count, samples_per_prompt, "episodes")
     prompts: list[EncodedPrompt] = []
     while len(prompts) < count:
-        envs.reset(seed=seed)
+        envs.reset(seed=seed, options=options)
         prompts += base.prompts_now()
         seed = None
     return prompts[:count]
