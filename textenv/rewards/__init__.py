@@ -25,7 +25,13 @@ if TYPE_CHECKING:
     from textenv.rewards.network import RewardNetwork
     from textenv.rewards.network_files import film_review_network, load_adapters, save_adapters, save_classifier
     from textenv.rewards.noise_ceiling import half_against_half, one_against_rest, pair_accuracy
-    from textenv.rewards.overoptimisation import best_of_n_curve, best_of_n_kl, best_of_n_scores, best_of_n_weights
+    from textenv.rewards.overoptimisation import (
+        best_of_n_curve,
+        best_of_n_kl,
+        best_of_n_logprobs,
+        best_of_n_scores,
+        best_of_n_weights,
+    )
     from textenv.rewards.overoptimisation_curve import GoldFit, OverOptimisation, Peak, fit_gold
     from textenv.rewards.plots import plot_calibration, plot_learning_curve, plot_scores
     from textenv.rewards.preference_chat import ChatTemplate, parse_transcript, transcript_text
@@ -38,7 +44,7 @@ if TYPE_CHECKING:
     from textenv.rewards.preference_files import load_preferences, save_preferences, split_preferences
     from textenv.rewards.preference_report import BadPreferencesError, BadRow, PreferenceReport
     from textenv.rewards.preference_sources import LabelledPairs, label_pairs, preferences_from_ratings
-    from textenv.rewards.preferences import Preference
+    from textenv.rewards.preferences import Preference, SampledIds
     from textenv.rewards.probe_report import ProbeReport, VariantResult
     from textenv.rewards.probes import probe
     from textenv.rewards.python_check import PythonCheck
@@ -97,6 +103,7 @@ __all__ = [
     "RewardNetwork",
     "RewardTrainer",
     "RewardTrainingConfig",
+    "SampledIds",
     "ScorerServer",
     "ScoringJudge",
     "SequenceClassificationReward",
@@ -107,6 +114,7 @@ __all__ = [
     "as_number",
     "best_of_n_curve",
     "best_of_n_kl",
+    "best_of_n_logprobs",
     "best_of_n_scores",
     "best_of_n_weights",
     "bradley_terry_loss",
@@ -202,6 +210,7 @@ _HOMES = {
     "overoptimisation": (
         "best_of_n_curve",
         "best_of_n_kl",
+        "best_of_n_logprobs",
         "best_of_n_scores",
         "best_of_n_weights",
     ),
@@ -242,7 +251,10 @@ _HOMES = {
         "label_pairs",
         "preferences_from_ratings",
     ),
-    "preferences": ("Preference",),
+    "preferences": (
+        "Preference",
+        "SampledIds",
+    ),
     "probe_report": (
         "ProbeReport",
         "VariantResult",
