@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from gymnasium.vector import AutoresetMode, VectorWrapper
 
 
-class TextVectorWrapper(VectorWrapper[Any, Any, Any, Any, Any]):
+class TextVectorWrapper(VectorWrapper):  # without [...]: before Gymnasium 1.4 it is no generic class
     """Gymnasium's `VectorWrapper`, which also says how rows are reset, as the environments inside it do.
 
     Libraries read ``autoreset_mode`` from what they are given (TorchRL does), and ids give wrapped environments.
