@@ -7,6 +7,8 @@ for _module in ("torch", "transformers", "peft", "jaxtyping", "safetensors"):
 
 from textenv.agents.alarm import Alarm, AlarmLimits, Notice, RewardHackingWarning  # noqa: E402
 from textenv.agents.config import PPOConfig  # noqa: E402
+from textenv.agents.dpo import DPO  # noqa: E402
+from textenv.agents.dpo_config import DPOConfig  # noqa: E402
 from textenv.agents.language_model import LanguageModelPolicy  # noqa: E402
 from textenv.agents.nll import Likelihood, likelihood  # noqa: E402
 from textenv.agents.policy import Policy  # noqa: E402
@@ -20,10 +22,12 @@ from textenv.agents.tiny import tiny_transformer  # noqa: E402
 from textenv.agents.training import attach  # noqa: E402
 
 __all__ = [
+    "DPO",
     "PPO",
     "SFT",
     "Alarm",
     "AlarmLimits",
+    "DPOConfig",
     "LanguageModelPolicy",
     "Likelihood",
     "Notice",

@@ -24,7 +24,7 @@ from textenv.replay import layers
 
 if TYPE_CHECKING:
     from textenv.agents.agent import Agent
-    from textenv.agents.sft import SFT
+    from textenv.agents.offline import OfflineAgent
 
 VERSION = 1
 FILES = {"state.json", "policy.safetensors", "policy.json", "optimizer.pt"}
@@ -59,7 +59,7 @@ class Saved(NamedTuple):
         return LanguageModelPolicy.from_pretrained(**json.loads(settings.read_text()))
 
 
-def save(agent: Agent | SFT, folder: str | os.PathLike[str]) -> None:
+def save(agent: Agent | OfflineAgent[Any, Any], folder: str | os.PathLike[str]) -> None:
     """Write a checkpoint beside `folder` and move it into place: an interruption leaves the old one or the new one.
 
     Raises:
@@ -79,7 +79,7 @@ def save(agent: Agent | SFT, folder: str | os.PathLike[str]) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _write(agent: Agent | SFT, folder: Path) -> None:
+def _write(agent: Agent | OfflineAgent[Any, Any], folder: Path) -> None:
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in agent.policy.state_dict().items()}
     save_file(tensors, folder / "policy.safetensors")
     if settings := getattr(agent.policy, "settings", None):  # empty where a policy was not made by name
@@ -146,7 +146,7 @@ def read(folder: str | os.PathLike[str], agent: str, data: str = "envs") -> Save
     return Saved(folder, state, data)
 
 
-def restore(agent: Agent | SFT, saved: Saved) -> None:
+def restore(agent: Agent | OfflineAgent[Any, Any], saved: Saved) -> None:
     """Bring an agent, its policy and its environments to the saved state.
 
     Raises:

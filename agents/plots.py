@@ -17,6 +17,11 @@ LIKELIHOOD_PANELS = (
     ("nll", "eval/nll", "negative log-likelihood (nats per token)"),
     ("perplexity", "eval/perplexity", "perplexity"),
 )
+PREFERENCE_PANELS = (
+    ("loss", "eval/loss", "loss"),
+    ("accuracy", "eval/accuracy", "accuracy of the implicit reward"),
+    ("margin", "eval/margin", "margin (units of the score)"),
+)
 
 
 def plot_training(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from gymnasium.vector import VectorEnv
+from numpy.typing import NDArray
 
 from textenv.agents.policy import temperature_of
 from textenv.agents.rollouts.base import Engine, engine_for
@@ -17,6 +19,7 @@ from textenv.layers import text_envs
 from textenv.optional import progress_bar
 from textenv.prompts import EncodedPrompt, context_columns
 from textenv.rewards.preference_sources import LabelledPairs, check_labelling, label_pairs
+from textenv.rewards.preferences import SampledIds
 
 BLOCK = 256
 """Prompts that are answered between two steps of the progress bar."""
@@ -38,6 +41,7 @@ def sample_preferences(
 ) -> LabelledPairs:
     """Let two policies, or one policy twice, answer n prompts, and a scorer say which answer is preferred.
 
+    The comparisons carry the token ids that were sampled (`Preference.ids`), which `PreferenceSet.encode` takes over.
     Prompts come from the environments' resets, whose generators and places are put back afterwards (an episode that was
     under way in them is lost). Equal seeds give equal comparisons.
 
@@ -67,13 +71,13 @@ def sample_preferences(
     with put_back(envs):
         prompts = draw_prompts(envs, int(n), prompts_seed)
     with progress_bar("Writing pairs ...", 2 * -(-len(prompts) // BLOCK), progress) as advance:
-        texts_a = _written(policy_a, envs, prompts, sampling_seeds[0], engine, advance)
+        side_a = _written(policy_a, envs, prompts, sampling_seeds[0], engine, advance)
         policy = policy_a if policy_b is None else policy_b
-        texts_b = _written(policy, envs, prompts, sampling_seeds[1], engine, advance)
-    return label_pairs(
+        side_b = _written(policy, envs, prompts, sampling_seeds[1], engine, advance)
+    labelled = label_pairs(
         [prompt.text for prompt in prompts],
-        texts_a,
-        texts_b,
+        side_a.texts,
+        side_b.texts,
         task.scorer if scorer is None else scorer,
         np.random.default_rng(labels_seed),
         noise=noise,
@@ -81,6 +85,25 @@ def sample_preferences(
         margin=margin,
         context=context_columns(prompts),
     )
+    return _with_ids(labelled, prompts, side_a, side_b)
+
+
+class _Written(NamedTuple):
+    """One response of a policy to each prompt."""
+
+    texts: list[str]
+    ids: list[NDArray[np.int64]]
+
+
+def _with_ids(labelled: LabelledPairs, prompts: Sequence[EncodedPrompt], a: _Written, b: _Written) -> LabelledPairs:
+    """The same comparisons with the ids that were sampled."""
+    preferences = []
+    for preference, row in zip(labelled.preferences, labelled.rows.tolist(), strict=True):
+        first = tuple(a.ids[row].tolist()), tuple(b.ids[row].tolist())
+        chosen, rejected = first if preference.chosen == a.texts[row] else first[::-1]  # equal texts were left out
+        ids = SampledIds(tuple(prompts[row].ids), chosen, rejected)
+        preferences.append(dataclasses.replace(preference, ids=ids))
+    return dataclasses.replace(labelled, preferences=preferences)
 
 
 def _written(
@@ -90,12 +113,12 @@ def _written(
     seed: int,
     engine: Engine | None,
     advance: Callable[[], None],
-) -> list[str]:
-    """One response of a policy to each prompt, as text."""
+) -> _Written:
+    """One response of a policy to each prompt."""
     task = text_envs(envs).task
     writer = engine_for(policy) if engine is None else engine
     writer.sync(policy)
-    texts: list[str] = []
+    written = _Written([], [])
     modes = [(module, module.training) for module in policy.modules()] if hasattr(policy, "modules") else []
     block_seeds = np.random.SeedSequence(seed).generate_state(-(-len(prompts) // BLOCK)).tolist()
     try:
@@ -111,11 +134,12 @@ def _written(
                 constraint=constraint_of(envs),
             )
             responses = writer.generate([list(prompt.ids) for prompt in block], sampling).responses
-            texts += task.response_texts(task.whole_state(block, responses), range(len(block)))
+            written.texts.extend(task.response_texts(task.whole_state(block, responses), range(len(block))))
+            written.ids.extend(responses)
             advance()
     finally:
         for module, training in modes:
             module.training = training
         if engine is None:
             writer.close()
-    return texts
+    return written

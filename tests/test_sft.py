@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from textenv import DemonstrationSet
-from textenv.agents import PPO, SFT, LanguageModelPolicy, PPOConfig, SFTConfig, TablePolicy, likelihood, sft_config
+from textenv.agents import PPO, SFT, LanguageModelPolicy, PPOConfig, SFTConfig, TablePolicy, likelihood, offline_config
 from textenv.agents.nll import Likelihood, nll_losses
+from textenv.agents.offline_config import learning_rate_at
 from textenv.agents.rollouts.collect import collect
-from textenv.agents.sft_config import learning_rate_at
 from textenv.lm.adapters import active_adapters, only_adapters
 from textenv.prompts import Demonstration
 
@@ -207,7 +207,7 @@ def test_every_epoch_sees_every_demonstration_once():
 
 
 def test_learning_rates():
-    assert doctest.testmod(sft_config).failed == 0
+    assert doctest.testmod(offline_config).failed == 0
     cosine = SFTConfig(learning_rate=2.0, lr_schedule="cosine", warmup_fraction=0.0)
     assert [learning_rate_at(s, 4, cosine) for s in (0, 2)] == pytest.approx([2.0, 1.0])
     constant = SFTConfig(learning_rate=2.0, lr_schedule="constant", warmup_fraction=0.5)

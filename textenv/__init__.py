@@ -10,6 +10,7 @@ from textenv.env import TextGenerationEnv
 from textenv.evaluation import evaluate
 from textenv.evaluation_record import Evaluation
 from textenv.mdp import TokenMDP
+from textenv.preference_set import PreferenceSet
 from textenv.prompts import Demonstration, PromptRecord, PromptSet, load_demonstrations, load_prompts
 from textenv.registration import register_envs
 from textenv.replay import Replay, attach_policy, replay
@@ -23,6 +24,7 @@ __all__ = [
     "Demonstration",
     "DemonstrationSet",
     "Evaluation",
+    "PreferenceSet",
     "PromptRecord",
     "PromptSet",
     "Replay",

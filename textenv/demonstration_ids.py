@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from textenv.mdp import TokenMDP
 from textenv.prompts import Demonstration, EncodedPrompt, Tokenizer, encode_prompt
@@ -51,6 +54,20 @@ def continuation(prompt: EncodedPrompt, text: str, tokenizer: Tokenizer, vocab_s
     ids = list(encode_prompt(text, tokenizer, vocab_size, f"The response of {name}").ids)
     bos_id = getattr(tokenizer, "bos_id", None)
     return ids[1:] if bos_id is not None and len(ids) > 1 and ids[0] == bos_id else ids
+
+
+def fitted(prompt: EncodedPrompt, ids: Sequence[int], mdp: TokenMDP) -> tuple[tuple[int, ...], str | None]:
+    """What an episode can hold of a response (nothing, where the prompt is too long), and what is wrong with it."""
+    if len(prompt.ids) > mdp.max_prompt_tokens:
+        return (), f"should have a prompt of at most {mdp.max_prompt_tokens} tokens, got {len(prompt.ids)}"
+    stops = np.flatnonzero(mdp.is_stop[list(ids)])
+    if len(stops) and stops[0] < min(len(ids), mdp.max_response_tokens) - 1:
+        stop = int(stops[0])
+        return tuple(ids[: stop + 1]), f"should end at its first stop id, got {ids[stop]} as token {stop} of {len(ids)}"
+    if len(ids) > mdp.max_response_tokens:
+        budget = mdp.max_response_tokens
+        return tuple(ids[:budget]), f"should have a response of at most {budget} tokens, got {len(ids)} with its end"
+    return tuple(ids), None
 
 
 def _turn(demonstration: Demonstration, response: str, tokenizer: Any, name: str) -> list[int] | None:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from textenv.constraints import Constraint, check_allowed, constraint_of
-from textenv.demonstration_ids import response_ids
+from textenv.demonstration_ids import fitted, response_ids
 from textenv.mdp import TokenMDP, TokenState
 from textenv.packed_masks import PackedMasks
 from textenv.prompts import Demonstration, EncodedPrompt, encode_prompt
@@ -27,6 +27,7 @@ from textenv.task import TextTask
 from textenv.whole import filled
 
 UNFIT = ("error", "drop", "cut")
+CHOICES = 'unfit="drop" leaves such demonstrations out, unfit="cut" ends their responses where an episode would'
 CHECKED_ROWS = 64
 """Rows whose tokens are held against the constraints at once."""
 
@@ -81,18 +82,18 @@ class DemonstrationSet:
         """
         if unfit not in UNFIT:
             raise ValueError(f"`unfit` should be one of {UNFIT}, got {unfit!r}. Choose one of them.")
-        task, constraint = _task_of(envs)
-        _check_eos(eos_id, task.mdp)
+        task, constraint = task_of(envs)
+        check_eos(eos_id, task.mdp)
         kept: list[tuple[EncodedPrompt, tuple[int, ...], str]] = []
         dropped = cut = 0
         for row, given in enumerate(_checked(demonstrations)):
             name = f"demonstrations[{row}]" + (f" ({given.place})" if given.place else "")
             prompt = encode_prompt(given.prompt, task.tokenizer, task.mdp.vocab_size, name)
-            ids, problem = _fitted(prompt, response_ids(given, prompt, task, name, eos_id), task.mdp)
+            ids, problem = fitted(prompt, response_ids(given, prompt, task, name, eos_id), task.mdp)
             if problem is not None and (unfit == "error" or (unfit == "cut" and not ids)):
                 raise ValueError(
                     f"{name} {problem}: {shortened(prompt.text)!r} ... No episode of this task would hold it. Make the "
-                    f"environments with larger budgets or other stop ids, or say what to do: {_CHOICES}."
+                    f"environments with larger budgets or other stop ids, or say what to do: {CHOICES}."
                 )
             if problem is not None and unfit == "drop":
                 dropped += 1
@@ -102,11 +103,11 @@ class DemonstrationSet:
         if not kept:
             raise ValueError(
                 f"At least one demonstration should fit the task, got {len(demonstrations)}, of which {dropped} were "
-                f"dropped: there would be nothing to imitate. Raise the budgets, or take {_CHOICES}."
+                f"dropped: there would be nothing to imitate. Raise the budgets, or take {CHOICES}."
             )
         prompts, responses, names = zip(*kept, strict=True)
         found = cls(task.mdp, prompts, responses, names, constraint, dropped, cut)
-        found._check_allowed()
+        found.check_allowed()
         return found
 
     def __len__(self) -> int:
@@ -148,17 +149,21 @@ class DemonstrationSet:
             ValueError: a fraction outside (0, 1), or a side that would have none.
         """
         held = splits([prompt.text for prompt in self.prompts], fraction, seed)
-        return self._subset([i for i, h in enumerate(held) if not h]), self._subset(
-            [i for i, h in enumerate(held) if h]
-        )
+        return self.subset([i for i, h in enumerate(held) if not h]), self.subset([i for i, h in enumerate(held) if h])
 
-    def _subset(self, places: Sequence[int]) -> DemonstrationSet:
+    def subset(self, places: Sequence[int] | NDArray[np.int64]) -> DemonstrationSet:
+        """Those at some places, in that order."""
         chosen: dict[str, Any] = {
             key: tuple(getattr(self, key)[i] for i in places) for key in ("prompts", "responses", "names")
         }
         return replace(self, **chosen)
 
-    def _check_allowed(self) -> None:
+    def check_allowed(self) -> None:
+        """Refuse tokens that the constraint forbids.
+
+        Raises:
+            ValueError: a response holds one; its rows are named.
+        """
         if self.constraint is None:
             return
         first = self.mdp.max_prompt_tokens
@@ -176,10 +181,12 @@ class DemonstrationSet:
                 ) from error
 
 
-_CHOICES = 'unfit="drop" leaves such demonstrations out, unfit="cut" ends their responses where an episode would'
+def task_of(envs: Any) -> tuple[TextTask, Constraint | None]:
+    """The task of environments, and what they forbid.
 
-
-def _task_of(envs: Any) -> tuple[TextTask, Constraint | None]:
+    Raises:
+        TypeError: there is no text task.
+    """
     if isinstance(envs, TextTask):
         return envs, None
     task = getattr(getattr(envs, "unwrapped", None), "task", None)
@@ -191,7 +198,12 @@ def _task_of(envs: Any) -> tuple[TextTask, Constraint | None]:
     return task, constraint_of(envs)
 
 
-def _check_eos(eos_id: int | None, mdp: TokenMDP) -> None:
+def check_eos(eos_id: int | None, mdp: TokenMDP) -> None:
+    """Refuse an end of responses that ends no episode.
+
+    Raises:
+        ValueError: it is no stop id.
+    """
     if eos_id is not None and eos_id not in mdp.stop_ids:
         raise ValueError(
             f"`eos_id` should be one of the task's stop ids {mdp.stop_ids}, got {eos_id!r}: an episode would go on "
@@ -216,17 +228,3 @@ def _of_pair(pair: Any, row: int) -> Demonstration:
             "columns go through textenv.load_demonstrations(rows, prompt=..., response=...)."
         )
     return Demonstration(*pair)
-
-
-def _fitted(prompt: EncodedPrompt, ids: Sequence[int], mdp: TokenMDP) -> tuple[tuple[int, ...], str | None]:
-    """What an episode can hold of a response (nothing, where the prompt is too long), and what is wrong with it."""
-    if len(prompt.ids) > mdp.max_prompt_tokens:
-        return (), f"should have a prompt of at most {mdp.max_prompt_tokens} tokens, got {len(prompt.ids)}"
-    stops = np.flatnonzero(mdp.is_stop[list(ids)])
-    if len(stops) and stops[0] < min(len(ids), mdp.max_response_tokens) - 1:
-        stop = int(stops[0])
-        return tuple(ids[: stop + 1]), f"should end at its first stop id, got {ids[stop]} as token {stop} of {len(ids)}"
-    if len(ids) > mdp.max_response_tokens:
-        budget = mdp.max_response_tokens
-        return tuple(ids[:budget]), f"should have a response of at most {budget} tokens, got {len(ids)} with its end"
-    return tuple(ids), None

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from textenv.rewards.preference_files import load_preferences, save_preferences, split_preferences
     from textenv.rewards.preference_report import BadPreferencesError, BadRow, PreferenceReport
     from textenv.rewards.preference_sources import LabelledPairs, label_pairs, preferences_from_ratings
-    from textenv.rewards.preferences import Preference
+    from textenv.rewards.preferences import Preference, SampledIds
     from textenv.rewards.probe_report import ProbeReport, VariantResult
     from textenv.rewards.probes import probe
     from textenv.rewards.python_check import PythonCheck
@@ -96,6 +96,7 @@ __all__ = [
     "RewardNetwork",
     "RewardTrainer",
     "RewardTrainingConfig",
+    "SampledIds",
     "ScorerServer",
     "ScoringJudge",
     "SequenceClassificationReward",
@@ -233,7 +234,10 @@ _HOMES = {
         "label_pairs",
         "preferences_from_ratings",
     ),
-    "preferences": ("Preference",),
+    "preferences": (
+        "Preference",
+        "SampledIds",
+    ),
     "probe_report": (
         "ProbeReport",
         "VariantResult",

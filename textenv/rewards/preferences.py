@@ -1,9 +1,24 @@
-"""One comparison: two responses to a prompt and which of them was preferred. Strings only."""
+"""One comparison: two responses to a prompt and which of them was preferred. Texts, and where known their token ids."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class SampledIds:
+    """Token ids of a comparison as a policy saw and wrote them; encoding its texts again may give others.
+
+    Attributes:
+        prompt: what it answered.
+        chosen: of the preferred response, the stop id included where it ended by itself.
+        rejected: of the other one.
+    """
+
+    prompt: tuple[int, ...]
+    chosen: tuple[int, ...]
+    rejected: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -15,6 +30,9 @@ class Preference:
         chosen: the preferred response, not empty.
         rejected: the other one, not empty.
         margin: by how much the preferred one should win, in units of the score; None where nobody said.
+        ids: the tokens that were sampled, where a policy wrote the responses. What a reward model reads is the texts;
+            a policy that learns from the comparison learns from these. Files do not keep them, and two comparisons of
+            equal texts are equal.
 
     Raises:
         ValueError: an empty response, two equal ones, or a margin that is not a finite number.
@@ -24,6 +42,7 @@ class Preference:
     chosen: str
     rejected: str
     margin: float | None = None
+    ids: SampledIds | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Check that there is something to learn."""
