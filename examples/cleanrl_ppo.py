@@ -1,7 +1,7 @@
 """A PPO of one file on a text environment: everything an agent does is on this page, and the environment is Gymnasium.
 
 It is written the way CleanRL writes agents, for a researcher who brings a file like it. The only lines that know about
-text are the network's, and two that a KL toll needs: `attach_policy` tells the environment who acts.
+text are the network's, and one that a KL toll needs: `attach_policy` tells the environment who acts.
 
 Two things deserve attention in any such file:
 
@@ -72,6 +72,7 @@ class Agent(nn.Module):
         super().__init__()
         vocab_size = int(envs.single_action_space.n)
         length = envs.single_observation_space["input_ids"].shape[0]
+        self.named_size = envs.unwrapped.task.named_size
         self.embedding = nn.Embedding(vocab_size, width)
         self.body = nn.Sequential(nn.Linear(length * width, hidden_size), nn.Tanh())
         self.actor = nn.Linear(hidden_size, vocab_size)
@@ -84,14 +85,19 @@ class Agent(nn.Module):
         hidden: Tensor = self.body(embedded.flatten(-2))
         return hidden
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.actor(hidden)
+        if self.named_size is not None:  # ids beyond have no token, and the reference never writes them
+            logits = logits.index_fill(-1, torch.arange(self.named_size, logits.shape[-1]), -torch.inf)
+        return logits
+
     def next_logits(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """The name that textenv knows it by: see `PolicyLogprobs`."""
-        logits: Tensor = self.actor(self.hidden(input_ids, attention_mask))
-        return logits
+        return self.logits(self.hidden(input_ids, attention_mask))
 
     def logprobs_and_values(self, obs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         hidden = self.hidden(obs["input_ids"], obs["attention_mask"])
-        return torch.log_softmax(self.actor(hidden), -1), self.critic(hidden).squeeze(-1)
+        return torch.log_softmax(self.logits(hidden), -1), self.critic(hidden).squeeze(-1)
 
 
 @dataclasses.dataclass
@@ -150,10 +156,10 @@ def advantages_of(data: Rollout, gamma: float, gae_lambda: float) -> Tensor:
     """Generalised advantage estimation (num_steps, num_envs); what stands where `valid` is False means nothing."""
     advantages, lastgaelam = torch.zeros_like(data.rewards), torch.zeros_like(data.next_value)
     for t in reversed(range(len(data.rewards))):
-        nextnonterminal = (~data.dones[t]).float()  # nothing reaches back over an end, reset steps included
         nextvalues = data.values[t + 1] if t + 1 < len(data.values) else data.next_value
-        delta = data.rewards[t] + gamma * nextvalues * nextnonterminal - data.values[t]
-        advantages[t] = lastgaelam = delta + gamma * gae_lambda * nextnonterminal * lastgaelam
+        beyond = gamma * (nextvalues + gae_lambda * lastgaelam)
+        beyond = torch.where(data.dones[t], 0.0, beyond)  # nothing reaches back over an end, reset steps included
+        advantages[t] = lastgaelam = data.rewards[t] + beyond - data.values[t]
     return advantages
 
 

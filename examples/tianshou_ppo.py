@@ -93,8 +93,8 @@ def make_env(network: PrefixNetwork, kl_coef: float) -> Any:
     return ArrayInfos(env)
 
 
-def main(arguments: Arguments) -> dict[str, Any]:
-    torch.set_num_threads(1)  # the tensors are tiny: a second thread only waits
+def build(arguments: Arguments) -> tuple[Any, Collector[Any], PrefixNetwork]:
+    """Tianshou's algorithm, what collects episodes for it, and the network that acts."""
     torch.manual_seed(arguments.seed)  # Tianshou samples from torch's global generator
     spaces: Any = gym.make("textenv/Toy-v0")
     vocab_size, length = int(spaces.action_space.n), spaces.observation_space["input_ids"].shape[0]
@@ -113,10 +113,16 @@ def main(arguments: Arguments) -> dict[str, Any]:
         max_grad_norm=0.5,
     )
     buffer = VectorReplayBuffer(2 * arguments.steps_per_update, arguments.num_envs)
+    return algorithm, Collector(algorithm, envs, buffer), network
+
+
+def main(arguments: Arguments) -> dict[str, Any]:
+    torch.set_num_threads(1)  # the tensors are tiny: a second thread only waits
+    algorithm, collector, network = build(arguments)
     rows = {"before": measure(network, arguments.kl_coef)}
     algorithm.run_training(
         OnPolicyTrainerParams(
-            training_collector=Collector(algorithm, envs, buffer),
+            training_collector=collector,
             max_epochs=1,
             epoch_num_steps=arguments.steps,
             collection_step_num_env_steps=arguments.steps_per_update,
@@ -128,7 +134,7 @@ def main(arguments: Arguments) -> dict[str, Any]:
     )
     rows["after"] = measure(network, arguments.kl_coef)
     show(rows, arguments.kl_coef)
-    return {**rows, "buffer": buffer}
+    return rows
 
 
 if __name__ == "__main__":
