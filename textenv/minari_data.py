@@ -103,10 +103,11 @@ def preferences_from_minari(
         )
     firsts, seconds = ([pair[side][0] for pair in pairs] for side in (0, 1))
     read = decoder(task.tokenizer)
-    texts = [read([list(e.response) for e in side]) for side in (firsts, seconds)]
+    texts_a, texts_b = (read([list(e.response) for e in side]) for side in (firsts, seconds))
     labelled = label_pairs(
         read([list(e.prompt) for e in firsts]),
-        *texts,
+        texts_a,
+        texts_b,
         _recorded,
         np.random.default_rng(seed),
         noise=noise,
@@ -114,8 +115,8 @@ def preferences_from_minari(
         margin=margin,
         context={"values": [(first[1], second[1]) for first, second in pairs]},
     )
-    ids = [[e.response for e in side] for side in (firsts, seconds)]
-    return labelled.with_ids([e.prompt for e in firsts], texts[0], *ids)
+    ids_a, ids_b = ([e.response for e in side] for side in (firsts, seconds))
+    return labelled.with_ids([e.prompt for e in firsts], texts_a, ids_a, ids_b)
 
 
 def _recorded(_prompts: Sequence[str], responses: Sequence[str], *, values: Sequence[tuple[float, float]]) -> Any:

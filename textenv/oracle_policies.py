@@ -74,7 +74,10 @@ def _distributions(language: ToyLanguage, next_logprobs: NextLogprobs, prefixes:
     found = []
     for start in range(0, count, BLOCK):
         block = slice(start, start + BLOCK)
-        observations = {"input_ids": input_ids[block], "attention_mask": attention_mask[block]}
+        observations: dict[str, npt.NDArray[Any]] = {
+            "input_ids": input_ids[block],
+            "attention_mask": attention_mask[block],
+        }
         logprobs = np.asarray(next_logprobs(observations), dtype=np.float64)
         shape = (len(input_ids[block]), language.vocab_size)
         if logprobs.shape != shape:

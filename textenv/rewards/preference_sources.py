@@ -120,8 +120,8 @@ class LabelledPairs:
         self,
         prompts: Sequence[Sequence[int]],
         texts_a: Sequence[str],
-        ids_a: Sequence[Sequence[int]],
-        ids_b: Sequence[Sequence[int]],
+        ids_a: Sequence[Sequence[int] | NDArray[Any]],
+        ids_b: Sequence[Sequence[int] | NDArray[Any]],
     ) -> LabelledPairs:
         """The same comparisons with the ids that were sampled, see `Preference.ids`.
 
