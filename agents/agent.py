@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from textenv.agents import checkpoint, training
 from textenv.agents.alarm import Alarm
-from textenv.agents.config import PPOConfig
 from textenv.agents.held_out import held_out
 from textenv.agents.policy import Policy
 from textenv.agents.rollouts import Engine, engine_for
@@ -45,13 +44,13 @@ class Agent(ABC):
         ValueError: the policy has nothing to train, or a prompt does not fit the engine.
     """
 
-    config_class: ClassVar[type[PPOConfig]]
+    config_class: ClassVar[type[Any]]
 
     def __init__(
         self,
         policy: Policy,
         envs: VectorEnv[Any, Any, Any],
-        config: PPOConfig | None = None,
+        config: Any = None,
         *,
         seed: int = 0,
         engine: Engine | None = None,

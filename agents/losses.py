@@ -63,6 +63,13 @@ def aggregate(
     raise ValueError(f"`mode` should be one of {LOSS_MODES}, got {mode!r}.")
 
 
+def response_means(x: Float[Tensor, "B T"], response_mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+    """The mean over each response's tokens, at every one of them; 0 elsewhere."""
+    real = torch.where(response_mask, x, torch.zeros((), dtype=x.dtype, device=x.device))
+    means = real.sum(-1, keepdim=True) / response_mask.sum(-1, keepdim=True).clamp_min(1)
+    return means * response_mask
+
+
 def log_ratio(
     logprobs: Float[Tensor, "B T"], old_logprobs: Float[Tensor, "B T"], response_mask: Bool[Tensor, "B T"]
 ) -> Float[Tensor, "B T"]:

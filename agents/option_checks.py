@@ -1,4 +1,4 @@
-"""Do PPO's settings have what they need: a reference, texts, differentiable entropies? Asked before any work."""
+"""Do settings have what they need: a reference, texts, differentiable entropies? Asked before any work."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
-from textenv.agents.config import PPOConfig
+from textenv.agents.on_policy_config import OnPolicyConfig
 
 
-def check_options(config: PPOConfig, policy: Any, reference: Any, pretraining_texts: Sequence[Any] | None) -> None:
+def check_options(config: OnPolicyConfig, policy: Any, reference: Any, pretraining_texts: Sequence[Any] | None) -> None:
     """Refuse settings that lack what they need.
 
     Args:
@@ -38,5 +38,5 @@ def check_options(config: PPOConfig, policy: Any, reference: Any, pretraining_te
         raise ValueError(
             f"`ptx_coef` and `pretraining_texts` should come together, got ptx_coef={config.ptx_coef} and "
             f"{'no texts' if pretraining_texts is None else 'texts'}: nothing would be learned from them. Pass "
-            "PPO(policy, envs, PPOConfig(ptx_coef=...), pretraining_texts=[...]), or neither."
+            "PPO(policy, envs, PPOConfig(ptx_coef=...), pretraining_texts=[...]), say, or neither."
         )

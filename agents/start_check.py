@@ -25,8 +25,14 @@ class StartError(RuntimeError):
     """The policy does not start at the reference, or its ratios do not start at 1."""
 
 
-def check_reference(policy: Any, reference: Any, rollout: Rollout) -> None:
+def check_reference(policy: Any, reference: Any, rollout: Rollout, config: str = "PPOConfig") -> None:
     """Before any update the mean KL to the reference must be 0.
+
+    Args:
+        policy: that acts.
+        reference: that it should be.
+        rollout: its first.
+        config: the class of the agent's settings, for the message.
 
     Raises:
         StartError: it is not; the message names the likely cause.
@@ -39,7 +45,7 @@ def check_reference(policy: Any, reference: Any, rollout: Rollout) -> None:
         raise StartError(
             f"Before the first update the policy should be the reference, but their log-probabilities differ by "
             f"{gap:.3g} nats per token on average. {suspects(policy, reference)} A toll against another model pulls "
-            "training there. For a policy that is meant to start elsewhere pass PPOConfig(check_start=False)."
+            f"training there. For a policy that is meant to start elsewhere pass {config}(check_start=False)."
         )
 
 

@@ -12,6 +12,7 @@ NAN, INF = float("nan"), float("inf")
 BAD = {
     "episodes_per_iteration": [0, -1, 1.0, True, "32"],
     "epochs": [0, -1, None, 2.0, True],
+    "samples_per_prompt": [0, None, 1.5, "4"],
     "num_minibatches": [0, None, 1.5, "4"],
     "micro_batch_tokens": [0, -8, 2.0, False],
     "logprobs_from": ["vllm", None, True],
@@ -40,6 +41,7 @@ BAD = {
 }
 ODD_BUT_GOOD = {
     "episodes_per_iteration": [1, None],
+    "samples_per_prompt": [1, 64],
     "num_minibatches": [1, 1000],
     "micro_batch_tokens": [1, None],
     "logprobs_from": ["trainer", "engine"],

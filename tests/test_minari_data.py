@@ -92,6 +92,16 @@ class TestRecording:
         assert {bool(record.truncations[-1]) for record in dataset} == {True, False}
         assert dataset.env_spec is None  # they were not made by an id
 
+    def test_episodes_can_share_their_prompts(self):
+        envs, rng = TextGenerationVectorEnv(4, text_task()), np.random.default_rng(0)
+        policy = lambda o: rng.integers(0, 10, len(o["input_ids"]))  # noqa: E731
+        dataset = record_minari(policy, envs, 12, "pairs-v0", samples_per_prompt=2)
+        prompts = [tuple(d.prompt) for d in demonstrations_from_minari(dataset)]
+        assert prompts[::2] == prompts[1::2] and len(set(prompts)) > 1
+        assert preferences_from_minari(dataset, envs, ties="random").pairs == 6
+        with pytest.raises(ValueError, match="`episodes` should be a multiple of samples_per_prompt=2, got 5"):
+            record_minari(policy, envs, 5, "odd-v0", samples_per_prompt=2)
+
     def test_can_be_read_again_and_knows_its_environment(self):
         record_minari(reference(), toy(length_limit="terminate"), 5, "toy/again-v0", description="five")
         dataset = minari.load_dataset("toy/again-v0")

@@ -85,6 +85,41 @@ def prompts_asked_for(options: Mapping[str, Any], num_envs: int) -> Sequence[Any
     return list(prompts)
 
 
+def group_asked_for(options: Mapping[str, Any], num_envs: int) -> int:
+    """How many rows next to each other start from one prompt.
+
+    Raises:
+        ValueError: no number that divides the rows, or prompts or a mask beside it.
+    """
+    if "samples_per_prompt" not in options:
+        return 1
+    if len(options) > 1:
+        others = sorted(set(options) - {"samples_per_prompt"})
+        raise ValueError(
+            f"`samples_per_prompt` draws one prompt for each group of rows, got {others} beside it, which choose rows "
+            "or prompts themselves. Repeat each prompt in `prompts`, or leave one of them out."
+        )
+    size = options["samples_per_prompt"]
+    check_groups(num_envs, size, "num_envs")
+    return int(size)
+
+
+def check_groups(count: int, samples_per_prompt: Any, name: str) -> None:
+    """Refuse a number of episodes or rows that does not divide into groups of one prompt each.
+
+    Raises:
+        ValueError: `samples_per_prompt` is no integer of at least 1, or does not divide `count`.
+    """
+    size = samples_per_prompt
+    if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
+        raise ValueError(f"`samples_per_prompt` should be an integer of at least 1, got {size!r}: 1 means no groups.")
+    if count % size:
+        raise ValueError(
+            f"`{name}` should be a multiple of samples_per_prompt={size}, got {count}: some group would lack responses "
+            f"to compare with. Use {max(1, count // size) * size}, or another samples_per_prompt."
+        )
+
+
 def check_prompts_saved(state: Mapping[str, Any], fingerprint: str) -> None:
     """Refuse a saved place in other prompts.
 

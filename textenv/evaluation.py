@@ -12,6 +12,7 @@ from gymnasium.vector import VectorEnv
 from numpy.typing import NDArray
 
 from textenv.alignment_tax import alignment_tax
+from textenv.checks import check_groups
 from textenv.constraints import constraint_of
 from textenv.estimates import UNDEFINED, Estimate, mean_estimate, quantile_of, ratio_estimate, share_estimate
 from textenv.evaluation_record import Evaluation
@@ -115,14 +116,20 @@ class Finished(NamedTuple):
 
 
 def finish_episodes(
-    policy: Any, envs: VectorEnv[Any, Any, Any], episodes: int, seed: int, deterministic: bool, progress: bool
+    policy: Any,
+    envs: VectorEnv[Any, Any, Any],
+    episodes: int,
+    seed: int,
+    deterministic: bool,
+    progress: bool,
+    samples_per_prompt: int = 1,
 ) -> Finished:
     """Let a policy answer prompts of the environments, and replay its responses through them; see `evaluate`.
 
     The environments' generators and figures move on: `put_back` undoes that.
     """
     task = text_envs(envs).task
-    prompts = draw_prompts(envs, episodes, seed)
+    prompts = draw_prompts(envs, episodes, seed, samples_per_prompt)
     responses, masks = _write(policy, envs, prompts, seed, deterministic, progress)
     state = task.whole_state(prompts, responses)
     logprobs, ref_logprobs = (
@@ -153,12 +160,28 @@ def check_episodes(episodes: int) -> None:
         raise ValueError(f"`episodes` should be an integer of at least 1, got {episodes!r}: nothing would be measured.")
 
 
-def draw_prompts(envs: VectorEnv[Any, Any, Any], count: int, seed: int | None) -> list[EncodedPrompt]:
-    """The prompts of `count` episodes, from as many resets of the environments as it takes."""
+def draw_prompts(
+    envs: VectorEnv[Any, Any, Any], count: int, seed: int | None, samples_per_prompt: int = 1
+) -> list[EncodedPrompt]:
+    """The prompts of `count` episodes, from as many resets of the environments as it takes.
+
+    Args:
+        envs: vector text environments.
+        count: of episodes.
+        seed: of the first reset.
+        samples_per_prompt: episodes that share a prompt, next to each other.
+
+    Raises:
+        ValueError: `count` or the number of environments is no multiple of `samples_per_prompt`.
+    """
     base = text_envs(envs)
+    options = None
+    if samples_per_prompt != 1:
+        options = {"samples_per_prompt": samples_per_prompt}
+        check_groups(count, samples_per_prompt, "episodes")
     prompts: list[EncodedPrompt] = []
     while len(prompts) < count:
-        envs.reset(seed=seed)
+        envs.reset(seed=seed, options=options)
         prompts += base.prompts_now()
         seed = None
     return prompts[:count]

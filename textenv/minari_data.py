@@ -99,7 +99,7 @@ def preferences_from_minari(
     if not pairs:
         raise ValueError(
             f"`dataset` should have two episodes of one prompt, got {len(episodes)} without such a pair: there is "
-            "nothing to compare. Record more episodes per prompt."
+            "nothing to compare. Record with samples_per_prompt=2."
         )
     firsts, seconds = ([pair[side][0] for pair in pairs] for side in (0, 1))
     read = decoder(task.tokenizer)

@@ -36,6 +36,7 @@ def record_minari(
     dataset_id: str,
     *,
     seed: int = 0,
+    samples_per_prompt: int = 1,
     deterministic: bool = False,
     progress: bool = False,
     **about: Any,
@@ -53,6 +54,8 @@ def record_minari(
         episodes: at least 1.
         dataset_id: ``"namespace/name-v0"``, see Minari. The folder is that of ``MINARI_DATASETS_PATH``.
         seed: of prompts and sampling.
+        samples_per_prompt: episodes that answer one prompt, next to each other: at least 2 for preferences, unless the
+            prompts are few. It divides `episodes` and the number of environments.
         deterministic: take the most likely token everywhere.
         progress: show a bar while responses are written.
         **about: what Minari keeps beside the data (``algorithm_name``, ``author``, ``author_email``,
@@ -63,7 +66,8 @@ def record_minari(
         with options that JSON can hold.
 
     Raises:
-        ValueError: `episodes` below 1, or (Minari's) a dataset of that id exists.
+        ValueError: `episodes` below 1 or no multiple of `samples_per_prompt`, or (Minari's) a dataset of that id
+            exists.
         TypeError: no text environments, or nothing that acts.
         ImportError: Minari or h5py is not installed.
     """
@@ -74,13 +78,13 @@ def record_minari(
 
     base = text_envs(envs)
     with put_back(envs):
-        replayed = finish_episodes(policy, envs, episodes, seed, deterministic, progress).replayed
+        finished = finish_episodes(policy, envs, episodes, seed, deterministic, progress, samples_per_prompt)
     spec = _spec(envs)
     spaces = {"observation_space": base.single_observation_space, "action_space": base.single_action_space}
     with warnings.catch_warnings():  # Minari reminds of everything that nobody has to say about a dataset
         warnings.filterwarnings("ignore", "`.*` is set to None", UserWarning)
         warnings.filterwarnings("ignore", "env_spec is None", UserWarning)
-        buffers = minari_episodes(replayed, base.task.mdp)
+        buffers = minari_episodes(finished.replayed, base.task.mdp)
         return minari.create_dataset_from_buffers(dataset_id, buffers, env=spec, eval_env=spec, **spaces, **about)
 
 

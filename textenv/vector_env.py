@@ -11,13 +11,20 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 
-from textenv.checks import check_actions, check_options, check_prompts_saved, prompts_asked_for, rows_to_reset
+from textenv.checks import (
+    check_actions,
+    check_options,
+    check_prompts_saved,
+    group_asked_for,
+    prompts_asked_for,
+    rows_to_reset,
+)
 from textenv.mdp import TokenState, initial_state, is_terminated, is_truncated, replace_rows, transition
 from textenv.prompts import EncodedPrompt
 from textenv.row_generators import RowGenerators
 from textenv.task import TextTask, observation
 
-RESET_OPTIONS = ("prompt", "prompts", "reset_mask")
+RESET_OPTIONS = ("prompt", "prompts", "reset_mask", "samples_per_prompt")
 
 
 class TextGenerationVectorEnv(VectorEnv[Any, Any, Any]):
@@ -35,7 +42,8 @@ class TextGenerationVectorEnv(VectorEnv[Any, Any, Any]):
         render_mode: ``"ansi"``: `render` gives the N texts so far.
 
     Reset options: ``prompts``, one text, list of ids, chat or record per row; ``prompt``, one for all rows;
-    ``reset_mask``, a (N,) bool array of the rows to reset.
+    ``reset_mask``, a (N,) bool array of the rows to reset; ``samples_per_prompt``, a divisor G of N: rows next to each
+    other share a drawn prompt in groups of G. Rows that reset on their own later draw on their own.
     """
 
     metadata: dict[str, Any] = {"render_modes": ["ansi"], "render_fps": 10}  # noqa: RUF012 - Gymnasium's class attribute
@@ -89,8 +97,9 @@ class TextGenerationVectorEnv(VectorEnv[Any, Any, Any]):
         options = check_options(options, RESET_OPTIONS)
         rows = rows_to_reset(options, self.num_envs)
         prompts = prompts_asked_for(options, self.num_envs)
+        group = group_asked_for(options, self.num_envs)
         self._generators.seed(seed, rows)
-        new = self._start_rows(rows, prompts)
+        new = self._start_rows(rows, prompts, group)
         self._state = new if len(rows) == self.num_envs else replace_rows(self._state_now(), rows, new)
         self._ended[rows] = False
         return observation(self._state), self._infos({"prompt": [self._prompts[row].text for row in rows]}, rows)
@@ -206,15 +215,18 @@ class TextGenerationVectorEnv(VectorEnv[Any, Any, Any]):
         self._ended[rows] = False
         return self._infos({"prompt": [self._prompts[row].text for row in rows]}, rows, infos)
 
-    def _start_rows(self, rows: NDArray[np.int64], prompts: Sequence[Any]) -> TokenState:
-        """Draw or take a prompt for each row; returns the state of those rows alone."""
-        generators, drawn = self._generators.rows, self._generators.drawn
-        started = [self.task.start(prompts[r], generators[r], drawn[r], int(r), self.num_envs) for r in rows]
+    def _start_rows(self, rows: NDArray[np.int64], prompts: Sequence[Any], group: int = 1) -> TokenState:
+        """Draw or take a prompt for each row, or for each group of rows; returns the state of those rows alone."""
+        generators, drawn, groups = self._generators.rows, self._generators.drawn, self.num_envs // group
+        leaders = rows[rows % group == 0]
+        started = [self.task.start(prompts[r], generators[r], drawn[r], int(r) // group, groups) for r in leaders]
+        for row in leaders:
+            drawn[row] += prompts[row] is None
+        started = [prompt for prompt in started for _ in range(group)]
         if not self._prompts:
             self._prompts = [EncodedPrompt("", ())] * self.num_envs
         for row, prompt in zip(rows, started, strict=True):
             self._prompts[row] = prompt
-            drawn[row] += prompts[row] is None
         return initial_state(self.task.mdp, [prompt.ids for prompt in started])
 
     def _infos(

@@ -64,6 +64,7 @@ def collect(
     *,
     episodes: int,
     seed: int,
+    samples_per_prompt: int = 1,
     env_seed: int | None = None,
     micro_batch_tokens: int | None = None,
     logprobs_from: str = "trainer",
@@ -77,18 +78,21 @@ def collect(
         engine: writes for the policy.
         episodes: B.
         seed: of the sampling.
+        samples_per_prompt: responses to each prompt, next to each other in the batch; B and the number of environments
+            are multiples of it.
         env_seed: given to the environments' first reset.
         micro_batch_tokens: tokens per pass of the policy.
         logprobs_from: ``"trainer"``, or ``"engine"`` for those that the engine reports.
         with_gradient: see `policy_pass`.
 
     Raises:
-        ValueError: the engine reports no log-probabilities, and `logprobs_from` wants them.
+        ValueError: the engine reports no log-probabilities, and `logprobs_from` wants them; numbers that do not divide
+            into groups.
     """
     seconds: dict[str, float] = {}
     constraint = constraint_of(envs)
     task = text_envs(envs).task
-    prompts = draw_prompts(envs, episodes, env_seed)
+    prompts = draw_prompts(envs, episodes, env_seed, samples_per_prompt)
     prompt_ids = [list(prompt.ids) for prompt in prompts]
     with _timed(seconds, "generate"):
         engine.sync(policy)
@@ -98,8 +102,9 @@ def collect(
             temperature=temperature_of(policy),
             seed=seed,
             constraint=constraint,
+            samples_per_prompt=samples_per_prompt,
         )
-        generation = engine.generate(prompt_ids, sampling)
+        generation = engine.generate(prompt_ids[::samples_per_prompt], sampling)
     responses = generation.responses
     state = whole_responses(task.mdp, prompt_ids, responses)
     action_masks = masks_of(constraint, generation, state)
