@@ -77,6 +77,10 @@ def assert_steps(env, observations, actions, rewards, ends, next_observations):
     assert finished > 1
 
 
+def count_letters(_prompts, responses):
+    return [len(response) for response in responses]
+
+
 def improves(rows, by=1.0):
     """The start is at the reference, and the run gains on the objective; nobody beats the optimum."""
     assert rows["before"].kl == pytest.approx(0, abs=0.05)
@@ -144,7 +148,7 @@ class TestCleanRL:
 
     def test_runs_on_a_language_model_s_environment(self, example, tiny_model, capsys):
         options = {"model": str(tiny_model), "prompts": ["a b", "c"], "max_response_tokens": 4}
-        options["scorer"] = lambda prompts, responses: [len(response) for response in responses]
+        options["scorer"] = count_letters
         room = "textenv.rlhf"
         gym.register("Tiny-v0", f"{room}:make_env", vector_entry_point=f"{room}:make_vector_env", kwargs=options)
         try:
@@ -211,6 +215,14 @@ class TestTorchRL:
 
         one = GymEnv("textenv/Toy-v0", categorical_action_encoding=True)
         check_env_specs(one if num_envs is None else self.make_envs(torchrl, num_envs))
+
+    def test_takes_a_language_model_s_environment(self, example, tiny_model):
+        torchrl = example("torchrl_ppo")
+        from torchrl.envs.utils import check_env_specs
+
+        options = {"model": str(tiny_model), "prompts": ["a b", "c"], "scorer": count_letters, "kl_coef": None}
+        envs = gym.make_vec("RLHF-v0", num_envs=2, autoreset_mode="Disabled", **options)
+        check_env_specs(torchrl.GymWrapper(envs, categorical_action_encoding=True))
 
     def test_a_rollout_holds_what_stepping_gives(self, example):
         torchrl = example("torchrl_ppo")
