@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +18,6 @@ from textenv.layers import text_envs
 from textenv.optional import progress_bar
 from textenv.prompts import EncodedPrompt, context_columns
 from textenv.rewards.preference_sources import LabelledPairs, check_labelling, label_pairs
-from textenv.rewards.preferences import SampledIds
 
 BLOCK = 256
 """Prompts that are answered between two steps of the progress bar."""
@@ -85,7 +83,7 @@ def sample_preferences(
         margin=margin,
         context=context_columns(prompts),
     )
-    return _with_ids(labelled, prompts, side_a, side_b)
+    return labelled.with_ids([prompt.ids for prompt in prompts], side_a.texts, side_a.ids, side_b.ids)
 
 
 class _Written(NamedTuple):
@@ -93,17 +91,6 @@ class _Written(NamedTuple):
 
     texts: list[str]
     ids: list[NDArray[np.int64]]
-
-
-def _with_ids(labelled: LabelledPairs, prompts: Sequence[EncodedPrompt], a: _Written, b: _Written) -> LabelledPairs:
-    """The same comparisons with the ids that were sampled."""
-    preferences = []
-    for preference, row in zip(labelled.preferences, labelled.rows.tolist(), strict=True):
-        first = tuple(a.ids[row].tolist()), tuple(b.ids[row].tolist())
-        chosen, rejected = first if preference.chosen == a.texts[row] else first[::-1]  # equal texts were left out
-        ids = SampledIds(tuple(prompts[row].ids), chosen, rejected)
-        preferences.append(dataclasses.replace(preference, ids=ids))
-    return dataclasses.replace(labelled, preferences=preferences)
 
 
 def _written(

@@ -10,6 +10,8 @@ from textenv.env import TextGenerationEnv
 from textenv.evaluation import evaluate
 from textenv.evaluation_record import Evaluation
 from textenv.mdp import TokenMDP
+from textenv.minari_data import demonstrations_from_minari, preferences_from_minari
+from textenv.minari_recording import record_minari
 from textenv.preference_set import PreferenceSet
 from textenv.prompts import Demonstration, PromptRecord, PromptSet, load_demonstrations, load_prompts
 from textenv.registration import register_envs
@@ -34,9 +36,12 @@ __all__ = [
     "TextTask",
     "TokenMDP",
     "attach_policy",
+    "demonstrations_from_minari",
     "evaluate",
     "load_demonstrations",
     "load_prompts",
+    "preferences_from_minari",
+    "record_minari",
     "replay",
 ]
 

@@ -8,6 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+FOREIGN_OPTIONS = ("minari_autoseed",)
+"""Reset options of collectors around an environment, which pass all options on: they concern nobody here."""
+
 
 def check_actions(actions: Any, shape: tuple[int, ...], vocab_size: int) -> NDArray[np.int64]:
     """Actions as int64 of that shape: (N,) for N environments, () for one.
@@ -33,12 +36,12 @@ def check_actions(actions: Any, shape: tuple[int, ...], vocab_size: int) -> NDAr
 
 
 def check_options(options: Mapping[str, Any] | None, known: Sequence[str]) -> dict[str, Any]:
-    """Reset options as a dict of their own.
+    """Reset options as a dict of their own, without those that are for somebody else.
 
     Raises:
         ValueError: an unknown option.
     """
-    options = dict(options or {})
+    options = {key: value for key, value in (options or {}).items() if key not in FOREIGN_OPTIONS}
     unknown = sorted(set(options) - set(known))
     if unknown:
         raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from gymnasium.vector import VectorEnv
@@ -80,20 +80,12 @@ def evaluate(
     if judge is not None:
         check_takes_columns(judge, task.prompts.columns)
     with put_back(envs):
-        prompts = draw_prompts(envs, episodes, seed)
-        responses, masks = _write(policy, envs, prompts, seed, deterministic, progress)
+        finished = finish_episodes(policy, envs, episodes, seed, deterministic, progress)
+        prompts, replayed = finished.prompts, finished.replayed
         rivals = None
         if opponent is not None:
             rivals = _write(opponent, envs, prompts, seed + 1, deterministic, progress).responses
-        state = task.whole_state(prompts, responses)
         model, reference = logprobs_of(policy), _reference(policy, envs)
-        logprobs, ref_logprobs = (
-            None
-            if m is None
-            else check_logprobs(whole_logprobs(m, state, task.mdp, masks), "logprobs", state, task.mdp)
-            for m in (model, reference)
-        )
-        replayed = replay(envs, prompts, responses, logprobs=logprobs, ref_logprobs=ref_logprobs, action_masks=masks)
     kept = np.isfinite(replayed.scores)
     tax = None
     if texts is not None:
@@ -108,17 +100,64 @@ def evaluate(
             (prompt.text, text, float(score))
             for prompt, text, score in list(zip(prompts, written, replayed.scores, strict=True))[:SAMPLES]
         ),
-        **_figures(replayed, kept, logprobs, ref_logprobs, confidence),
+        **_figures(replayed, kept, finished.logprobs, finished.ref_logprobs, confidence),
     )
+
+
+class Finished(NamedTuple):
+    """B episodes of a policy."""
+
+    prompts: list[EncodedPrompt]
+    replayed: Replay
+    logprobs: NDArray[np.float64] | None
+    """(B, T) under the policy; None where it cannot tell."""
+    ref_logprobs: NDArray[np.float64] | None
+    """(B, T) under what the toll measures against; None where there is none."""
+
+
+def finish_episodes(
+    policy: Any,
+    envs: VectorEnv[Any, Any, Any],
+    episodes: int,
+    seed: int,
+    deterministic: bool,
+    progress: bool,
+    samples_per_prompt: int = 1,
+) -> Finished:
+    """Let a policy answer prompts of the environments, and replay its responses through them; see `evaluate`.
+
+    The environments' generators and figures move on: `put_back` undoes that.
+    """
+    task = text_envs(envs).task
+    prompts = draw_prompts(envs, episodes, seed, samples_per_prompt)
+    responses, masks = _write(policy, envs, prompts, seed, deterministic, progress)
+    state = task.whole_state(prompts, responses)
+    logprobs, ref_logprobs = (
+        None
+        if model is None
+        else check_logprobs(whole_logprobs(model, state, task.mdp, masks), "logprobs", state, task.mdp)
+        for model in (logprobs_of(policy), _reference(policy, envs))
+    )
+    replayed = replay(envs, prompts, responses, logprobs=logprobs, ref_logprobs=ref_logprobs, action_masks=masks)
+    return Finished(prompts, replayed, logprobs, ref_logprobs)
 
 
 def _check(episodes: int, opponent: Any, judge: Any, confidence: float) -> None:
     """Refuse what would only fail after all responses were written."""
     quantile_of(confidence)
-    if isinstance(episodes, bool) or not isinstance(episodes, int | np.integer) or episodes < 1:
-        raise ValueError(f"`episodes` should be an integer of at least 1, got {episodes!r}: nothing would be measured.")
+    check_episodes(episodes)
     if judge is not None and opponent is None:
         raise ValueError("`judge` decides between two policies, but there is no `opponent`. Pass one, or leave it out.")
+
+
+def check_episodes(episodes: int) -> None:
+    """Refuse a number of episodes that leaves nothing to look at.
+
+    Raises:
+        ValueError: it is no integer, or below 1.
+    """
+    if isinstance(episodes, bool) or not isinstance(episodes, int | np.integer) or episodes < 1:
+        raise ValueError(f"`episodes` should be an integer of at least 1, got {episodes!r}: nothing would be measured.")
 
 
 def draw_prompts(

@@ -22,6 +22,7 @@ Legend: M responses in the language, T horizon, V vocabulary. Response arrays ar
 from textenv.oracle_evaluation import Evaluation, SequenceLogprobs, evaluate, evaluate_sequences
 from textenv.oracle_listing import DEFAULT_LIMIT, enumerate_responses
 from textenv.oracle_optimum import FrontierPoint, Optimum, frontier, solve
+from textenv.oracle_policies import evaluate_policy
 
 __all__ = [
     "DEFAULT_LIMIT",
@@ -31,6 +32,7 @@ __all__ = [
     "SequenceLogprobs",
     "enumerate_responses",
     "evaluate",
+    "evaluate_policy",
     "evaluate_sequences",
     "frontier",
     "solve",

@@ -114,5 +114,8 @@ def split_options(env_id: str, options: Mapping[str, Any], *kinds: type) -> list
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise TypeError(f"{env_id} has no option {name!r}.{hint} Known are {', '.join(known)}.")
+            raise TypeError(  # in Python's own words, for which libraries look when they try an option out
+                f"{env_id} got an unexpected keyword argument {name!r}: it has no such option.{hint} Known are "
+                f"{', '.join(known)}."
+            )
     return [kind(**{k: v for k, v in options.items() if k in names}) for kind, names in zip(kinds, fields, strict=True)]

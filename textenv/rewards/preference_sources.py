@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from textenv.rewards.preferences import Preference
+from textenv.rewards.preferences import Preference, SampledIds
 from textenv.rewards.ratings import RatedSentence, draw_comparisons
 from textenv.scoring import call_scorer
 
@@ -115,6 +115,29 @@ class LabelledPairs:
     ties: int
     dropped_ties: int
     agreement: float
+
+    def with_ids(
+        self,
+        prompts: Sequence[Sequence[int]],
+        texts_a: Sequence[str],
+        ids_a: Sequence[Sequence[int] | NDArray[Any]],
+        ids_b: Sequence[Sequence[int] | NDArray[Any]],
+    ) -> LabelledPairs:
+        """The same comparisons with the ids that were sampled, see `Preference.ids`.
+
+        Args:
+            prompts: ids of the prompts of all pairs.
+            texts_a: the texts that were labelled as first responses.
+            ids_a: their ids.
+            ids_b: ids of the second responses.
+        """
+        preferences = []
+        for preference, row in zip(self.preferences, self.rows.tolist(), strict=True):
+            pair = tuple(map(int, ids_a[row])), tuple(map(int, ids_b[row]))
+            chosen, rejected = pair if preference.chosen == texts_a[row] else pair[::-1]  # equal texts were left out
+            ids = SampledIds(tuple(map(int, prompts[row])), chosen, rejected)
+            preferences.append(replace(preference, ids=ids))
+        return replace(self, preferences=preferences)
 
 
 def label_pairs(

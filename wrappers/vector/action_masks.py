@@ -7,7 +7,7 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
-from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
+from gymnasium.vector import AutoresetMode, VectorEnv
 from numpy.typing import NDArray
 
 from textenv.checks import check_actions
@@ -19,9 +19,10 @@ from textenv.wrappers.action_masks import (
     tell_leashes,
 )
 from textenv.wrappers.vector.infos import reset_rows
+from textenv.wrappers.vector.wrapper import TextVectorWrapper
 
 
-class ConstraintWrapper(VectorWrapper[Any, Any, Any, Any, Any]):
+class ConstraintWrapper(TextVectorWrapper):
     """Forbids actions, and tells everybody which.
 
     ``infos["action_mask"]`` (N, W), at `reset` and after each step, are the bits of what may come next in each row,

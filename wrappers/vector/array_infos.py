@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from gymnasium.vector import VectorEnv, VectorWrapper
+from gymnasium.vector import VectorEnv
 from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 from numpy.typing import NDArray
 
 from textenv.wrappers.array_infos import numeric
+from textenv.wrappers.vector.wrapper import TextVectorWrapper
 
 
-class ArrayInfos(VectorWrapper[Any, Any, Any, Any, Any]):
+class ArrayInfos(TextVectorWrapper):
     """Leaves in the infos only what arrays can hold; see `textenv.wrappers.ArrayInfos`.
 
     ``final_obs`` (SAME_STEP), an array of N objects, becomes observations of N rows as `step` gives them, 0 where

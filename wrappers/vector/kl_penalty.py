@@ -6,16 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from gymnasium.vector import VectorEnv, VectorWrapper
+from gymnasium.vector import VectorEnv
 from numpy.typing import NDArray
 
 from textenv.constraints import constraint_of
 from textenv.wrappers.kl import Logprobs, own_copy, task_reference
 from textenv.wrappers.kl_leash import KLLeash
 from textenv.wrappers.vector.infos import reset_rows, resets_next_step, with_end_infos
+from textenv.wrappers.vector.wrapper import TextVectorWrapper
 
 
-class KLPenalty(VectorWrapper[Any, Any, Any, Any, Any]):
+class KLPenalty(TextVectorWrapper):
     """Subtracts ``kl_coef * (log pi(a) - log pi_ref(a))`` from every token's reward; see `textenv.wrappers.KLPenalty`.
 
     Args:

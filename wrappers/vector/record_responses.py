@@ -6,15 +6,16 @@ import os
 from typing import Any
 
 import numpy as np
-from gymnasium.vector import VectorEnv, VectorWrapper
+from gymnasium.vector import VectorEnv
 from numpy.typing import NDArray
 
 from textenv.wrappers.records import EpisodeFile, info_keys
 from textenv.wrappers.tasks import need_texts
 from textenv.wrappers.vector.infos import end_infos, end_rows, reset_rows, resets_next_step
+from textenv.wrappers.vector.wrapper import TextVectorWrapper
 
 
-class RecordResponses(VectorWrapper[Any, Any, Any, Any, Any]):
+class RecordResponses(TextVectorWrapper):
     """Writes every finished episode to a file as one line of JSON; see `textenv.wrappers.RecordResponses`.
 
     Episodes that finish in one step are written together, by row. A replay's episodes are written, too.

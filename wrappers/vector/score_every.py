@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from gymnasium.vector import VectorEnv, VectorWrapper
+from gymnasium.vector import VectorEnv
 from numpy.typing import NDArray
 
 from textenv.mdp import TokenState
@@ -14,9 +14,10 @@ from textenv.prompts import EncodedPrompt
 from textenv.wrappers.prefix_scores import Potentials, PrefixPlan, prefix_scores, running_scores
 from textenv.wrappers.tasks import task_of
 from textenv.wrappers.vector.infos import end_infos, reset_rows, resets_next_step
+from textenv.wrappers.vector.wrapper import TextVectorWrapper
 
 
-class ScoreEvery(VectorWrapper[Any, Any, Any, Any, Any]):
+class ScoreEvery(TextVectorWrapper):
     """Pays the score as it comes, without changing which response is best; see `textenv.wrappers.ScoreEvery`.
 
     The prefixes of a step are scored in one call, those of all responses of a replay too.

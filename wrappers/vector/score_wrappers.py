@@ -6,15 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from gymnasium.vector import VectorEnv, VectorWrapper
+from gymnasium.vector import VectorEnv
 from numpy.typing import NDArray
 
 from textenv.wrappers.scores import Clip, Ends, MissingEOS, Normalize, ScoreShaper, shape_scores
 from textenv.wrappers.tasks import need_texts
 from textenv.wrappers.vector.infos import end_infos, with_end_infos
+from textenv.wrappers.vector.wrapper import TextVectorWrapper
 
 
-class ScoreWrapper(VectorWrapper[Any, Any, Any, Any, Any]):
+class ScoreWrapper(TextVectorWrapper):
     """Replaces the score inside each last reward by a shaped one; per-token rewards are left alone.
 
     Args:
