@@ -41,6 +41,8 @@ class Arguments:
     """Of adapters, samples, labels and the order of pairs."""
     pairs: int = 512
     """Openings that are answered twice; equal answers are left out."""
+    held_out: float = 0.1
+    """Share of the openings whose pairs are only measured."""
     noise: float = 1.0
     """Temperature of the judge, in units of the score: 1 is the one that Bradley and Terry's model expects, 0 never
     errs."""
@@ -93,7 +95,7 @@ def main(arguments: Arguments) -> dict[str, Any]:
         policy, None, envs, None, arguments.pairs, arguments.seed, noise=arguments.noise, progress=True
     )
     sampled = PreferenceSet.encode(found.preferences, envs)
-    train, held_out = sampled.split(0.1, arguments.seed)
+    train, held_out = sampled.split(arguments.held_out, arguments.seed)
     console.print(f"Learn from {train}\nmeasure    {held_out}", highlight=False)
     config = DPOConfig(
         beta=arguments.beta,
