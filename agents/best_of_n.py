@@ -60,7 +60,8 @@ class BestOfN:
 
     Args:
         policy: writes the responses. It is not called `policy` afterwards, because its log-probabilities are not those
-            of what is written here: `textenv.evaluate` leaves their KL undefined, and `kl` bounds it.
+            of what is written here: `textenv.evaluate` leaves their KL undefined, and `kl` bounds it. Evaluate in
+            environments without a toll (``kl_coef=None``), which could only charge the policy's own.
         envs: vector text environments: prompts, budgets, constraints and the scorer. They are not stepped.
         n: responses to each prompt, at least 1.
         seed: of the sampling. Equal seeds give equal responses.

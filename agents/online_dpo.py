@@ -212,7 +212,7 @@ class OnlineDPO(OnPolicy):
         begins = self.iteration == 0 and not stats.grad_norms and self.config.check_start
         with arithmetic(self.policy):
             for share in pair_losses(self.policy, batch.pairs(index), self.beta, self.config.loss, budget):
-                part = episodes.rows(rows_of(index[share.index]))
+                part = episodes.rows(rows_of(index[share.pairs]))
                 if begins:
                     self._check_start(part, share.output, part.logprobs)
                 share.loss.backward()

@@ -134,7 +134,7 @@ class PairShare(NamedTuple):
     loss: Tensor
     """Its share of the batch's mean loss, with gradient."""
     figures: PairFigures
-    index: Tensor
+    pairs: Tensor
     """Which pairs of the batch it holds, (n,)."""
     output: PolicyOutput
     """The policy's view of their 2 n rows, with gradient."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import doctest
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -34,6 +36,12 @@ def table_agent(agent, envs=None, seed=0, logits=TOY.reference_logits, **config)
 
 def measured(learner):
     return evaluate(TOY, torch.log_softmax(learner.policy.logits.detach().double(), -1).numpy(), 0.1)
+
+
+def test_the_page_runs(capsys):
+    page = (Path(__file__).parent.parent / "docs" / "preference_agents.md").read_text(encoding="utf-8")
+    exec("\n".join(re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)), {})
+    assert len(capsys.readouterr().out.splitlines()) == 2
 
 
 # What they learn
