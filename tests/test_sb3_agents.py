@@ -17,7 +17,7 @@ from agent_helpers import lm_envs
 from lm_helpers import EOS, GRUPolicy
 from sb3_contrib import TRPO, MaskablePPO
 from sb3_contrib.common.maskable.evaluation import evaluate_policy as evaluate_masked
-from sb3_helpers import TOY, Passes, lm_model, moved_policy, toy_model, toy_vec_env
+from sb3_helpers import TOY, lm_model, moved_policy, toy_model, toy_vec_env
 from stable_baselines3 import A2C, DQN, PPO
 from stable_baselines3.common.callbacks import CallbackList
 from stable_baselines3.common.distributions import kl_divergence
@@ -119,10 +119,13 @@ def test_trpos_curvature_is_that_of_the_kl(width, settings, tiny_model):
     else:
         folder = tiny_model
     policy = sb3_policy(moved_policy(folder, **settings), columns=width)
-    observations, _ = states_of(6, prompt_tokens=width - 6)
+    observations, actions = states_of(6, prompt_tokens=width - 6)
     parameters = [p for name, p in policy.named_parameters() if "value" not in name]
-    generator = torch.Generator().manual_seed(0)
-    vector = [torch.randn(p.shape, generator=generator) for p in parameters]
+    # Along a gradient, where logits change by more than their rounding.
+    chosen = policy.get_distribution(observations).log_prob(actions).mean()
+    vector = torch.autograd.grad(chosen, parameters, allow_unused=True, materialize_grads=True)
+    length = torch.cat([v.flatten() for v in vector]).norm()
+    vector = [v / length for v in vector]
 
     old = policy.get_distribution(observations)
     old.distribution.logits = old.distribution.logits.detach()
@@ -140,7 +143,7 @@ def test_trpos_curvature_is_that_of_the_kl(width, settings, tiny_model):
                 parameter.add_(v, alpha=-step)
         return logits
 
-    step = 2e-4
+    step = 1e-3
     along = (logits_at(step) - logits_at(-step)) / (2 * step)
     logits = policy.get_distribution(observations).distribution.logits
     probabilities = torch.where(torch.isfinite(logits), logits.exp(), torch.zeros_like(logits)).detach()
@@ -148,14 +151,16 @@ def test_trpos_curvature_is_that_of_the_kl(width, settings, tiny_model):
     fisher = probabilities * (along - (probabilities * along).sum(-1, keepdim=True)) / len(logits)
     expected = torch.autograd.grad((logits.clamp_min(-1e30) * fisher).sum(), parameters)
     one, other = (torch.cat([part.flatten() for part in parts]) for parts in (curvature, expected))
-    assert other.norm() > 0.01
+    assert other.norm() > 1e-3
     assert (one - other).norm() < 0.02 * other.norm()  # differences of float32 logits
 
 
 class TestMasks:
+    ALLOWED = (EOS, *range(1, 20), *range(60, 90))
+
     def envs(self, folder, num_envs=8):
         inner = lm_envs(folder, num_envs=num_envs, stop=list("aeiou "))
-        return SB3VecEnv(wrappers.ActionMask(wrappers.MinLength(inner, 3), allowed_ids=[EOS, *range(1, 60)]))
+        return SB3VecEnv(wrappers.ActionMask(wrappers.MinLength(inner, 3), allowed_ids=self.ALLOWED))
 
     def model(self, folder, **settings):
         options = {"n_steps": 12, "batch_size": 48, "n_epochs": 2, "learning_rate": 1e-2}
@@ -168,7 +173,7 @@ class TestMasks:
         model = self.model(tiny_model)
         model.learn(288, callback=(log := ResponseLog()))
         assert all(record["response_length"] >= 4 for record in log.records)
-        assert model.rollout_buffer.actions.max() < 60
+        assert set(np.unique(model.rollout_buffer.actions)) <= set(self.ALLOWED)
         assert abs(log.records[0]["kl"]) < 1e-5 < abs(log.records[-1]["kl"])
         attach(model, held_out := self.envs(tiny_model, 3))
         _, lengths = evaluate_masked(model, held_out, n_eval_episodes=6, return_episode_rewards=True)
@@ -195,9 +200,8 @@ class TestMasks:
         assert abs(torch.exp(free - data.old_log_prob) - 1).max() > 0.1
 
     def test_bits_do_what_floats_do(self, tiny_model):
-        floats, bits = self.model(tiny_model), self.model(tiny_model, rollout_buffer_class=PackedMaskBuffer)
-        for model in (floats, bits):
-            model.learn(192)
+        floats = self.model(tiny_model).learn(192)  # each seeds the process's generators when it is made
+        bits = self.model(tiny_model, rollout_buffer_class=PackedMaskBuffer).learn(192)
         states = [model.policy.state_dict() for model in (floats, bits)]
         assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
         large, small = (model.rollout_buffer.action_masks.nbytes for model in (floats, bits))
@@ -247,14 +251,14 @@ def trained(size, masked, states):
     }
 
 torch.set_num_threads(1)
-cases = (50_000, False, 512), (50_000, True, 512), (152_000, False, 512), (152_000, True, 512), (152_000, False, 1024)
+cases = (50_000, True, 256), (152_000, True, 128), (152_000, False, 128), (152_000, False, 512)
 print(json.dumps([trained(*case) for case in cases]))
 """
 
 
 @pytest.mark.slow
 def test_large_vocabularies_take_little_memory():
-    """Case 37. The logits of a minibatch would take 0.1, 0.3 and 0.6 GB, as often as an algorithm holds them."""
+    """Case 37. The logits of a minibatch would take up to 0.3 GB, as often as an algorithm holds them."""
     # Freed blocks go back to the system at once; glibc would keep those of up to 32 MB, and the peak be its own.
     paths = os.pathsep.join(str(ROOT / folder) for folder in ("tests", "benchmarks"))
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "1000000", "PYTHONPATH": paths}
@@ -265,10 +269,10 @@ def test_large_vocabularies_take_little_memory():
         assert case["finite"]
         # Gradients and Adam's moments are three times the weights. On top of them some chunks of logits, 25 MB each.
         assert case["grown"] - 3 * case["weights"] < 200e6
-    few, packed_few, many, packed_many, twice = results
-    assert few["forbidden"] and many["forbidden"]
-    assert packed_few["forbidden"] == packed_many["forbidden"] == 0
-    assert twice["grown"] < many["grown"] + 30e6  # twice the states, 0.3 GB of logits more
+    packed_few, packed_some, some, many = results
+    assert some["forbidden"] and many["forbidden"]
+    assert packed_few["forbidden"] == packed_some["forbidden"] == 0
+    assert many["grown"] < some["grown"] + 50e6  # four times the states, 0.2 GB of logits more
 
 
 @pytest.mark.slow
@@ -283,40 +287,23 @@ class TestExample:
         settings = example.Settings(
             name="x",
             iterations=2,
-            num_envs=4,
-            n_steps=8,
-            batch_size=32,
+            num_envs=3,
+            n_steps=6,
+            batch_size=18,
             epochs=1,
-            max_response_tokens=8,
+            max_response_tokens=6,
             dtype="float32",
         )
         records = example.main(settings)
-        assert [record["tokens"] for record in records] == [32, 64]
-        assert abs(records[0]["kl"]) < 1e-3
+        assert [record["tokens"] for record in records] == [18, 36]
+        assert abs(records[0]["kl"]) < 1e-3 < abs(records[1]["kl"])
         assert all(np.isfinite([record["score"], record["kl"]]).all() for record in records)
         folder = tmp_path / "runs" / "x"
         assert json.loads((folder / "records.json").read_text()) == records
         assert (folder / "sb3_ppo.png").read_bytes()[:4] == b"\x89PNG"
         assert list((folder / "tensorboard").rglob("events*"))
         assert "From " in capsys.readouterr().out
-        assert PPO.load(folder / "model.zip", device="cpu").num_timesteps == 64
-
-    def test_a_policy_that_acts_pays_its_toll_and_reads_prefixes_once(self, monkeypatch):
-        example = self.module(monkeypatch)
-        settings = example.Settings(num_envs=4, n_steps=4, batch_size=16, max_response_tokens=8, dtype="float32")
-        model, envs = example.build(settings)
-        network = model.policy.network
-        assert vars(envs.envs)["leash"].policy_logprobs.policy is network
-        model._setup_learn(1)
-        callback = CallbackList([])
-        callback.init_callback(model)
-        model.collect_rollouts(model.env, callback, model.rollout_buffer, 4)
-        (data,) = model.rollout_buffer.get(None)
-        with Passes(network) as passes:
-            _, logprobs, _ = model.policy.evaluate_actions(data.observations, data.actions.long().flatten())
-        states = int(data.observations["attention_mask"].sum())
-        assert passes.tokens < 0.5 * states
-        assert abs(torch.exp(logprobs - data.old_log_prob) - 1).max() < 1e-3
+        assert PPO.load(folder / "model.zip", device="cpu").num_timesteps == 36
 
 
 def test_the_example_explains_itself(monkeypatch, capsys):

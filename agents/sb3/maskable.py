@@ -42,7 +42,7 @@ class PackedMaskBuffer(MaskableDictRolloutBuffer):
             self.action_masks[self.pos] = np.packbits(masks > 0, axis=-1)
         DictRolloutBuffer.add(self, *args, **kwargs)
 
-    def _get_samples(self, batch_inds: NDArray[Any], env: Any = None) -> MaskableDictRolloutBufferSamples:
+    def _get_samples(self, batch_inds: NDArray[Any], env: Any = None) -> Any:
         """The states at some places, with the bits (M, W) of their masks, which `TokenPolicy` takes as they are."""
         plain = DictRolloutBuffer._get_samples(self, batch_inds, env)
         return MaskableDictRolloutBufferSamples(*plain, action_masks=self.to_torch(self.action_masks[batch_inds]))

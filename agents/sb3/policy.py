@@ -65,9 +65,7 @@ class TokenPolicy(BasePolicy):
         self._stepped = 0
         self.optimizer = optimizer_class(trained_parameters(network), lr=lr_schedule(1), **optimizer_kwargs)  # type: ignore[call-arg]
 
-    def forward(
-        self, obs: dict[str, Tensor], deterministic: bool = False, action_masks: Any = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, obs: Any, deterministic: bool = False, action_masks: Any = None) -> tuple[Tensor, Tensor, Tensor]:
         """Choose a token for each of N rows that grow by tokens; each token is read once, whichever rows reset.
 
         Nothing carries a gradient: rollouts need none.
@@ -88,7 +86,7 @@ class TokenPolicy(BasePolicy):
         return torch.cat(actions), values[:, None], torch.cat(logprobs)
 
     def evaluate_actions(
-        self, obs: dict[str, Tensor], actions: Tensor, action_masks: Any = None
+        self, obs: Any, actions: Tensor, action_masks: Any = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Read M states and the actions taken in them, prefixes of one response in one pass.
 
@@ -98,11 +96,11 @@ class TokenPolicy(BasePolicy):
         reading = self.reader.evaluate(*self._tensors(obs), actions.flatten(), self._packed(action_masks))
         return reading.values[:, None], reading.logprobs, reading.entropies
 
-    def get_distribution(self, obs: dict[str, Tensor], action_masks: Any = None) -> TokenDistribution:
-        """The distributions over tokens in M states, differentiable: (M, V) numbers."""
+    def get_distribution(self, obs: Any, action_masks: Any = None) -> Any:
+        """The `TokenDistribution` of M states, differentiable: (M, V) numbers."""
         return TokenDistribution(self.reader.logits(*self._tensors(obs)), self._packed(action_masks))
 
-    def predict_values(self, obs: dict[str, Tensor]) -> Tensor:
+    def predict_values(self, obs: Any) -> Tensor:
         """The values (M, 1); 0 where a response fills its budget: nothing comes after it, so nothing is bootstrapped.
 
         Right after a rollout's last step, without gradients, the rows cost their newest token.
@@ -133,7 +131,7 @@ class TokenPolicy(BasePolicy):
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Move the policy, and the frozen copy that full training has as its reference."""
         super().to(*args, **kwargs)
-        reference = getattr(self.network, "reference", None)
+        reference: Any = getattr(self.network, "reference", None)
         if isinstance(getattr(reference, "model", None), nn.Module):
             reference.model.to(*args, **kwargs)
         return self

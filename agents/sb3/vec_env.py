@@ -52,7 +52,9 @@ class SB3VecEnv(VecEnv):
 
     def reset(self) -> dict[str, NDArray[Any]]:
         """Start all rows, with the seeds and options that `seed` and `set_options` were given for this once."""
-        seeds = None if all(seed is None for seed in self._seeds) else list(self._seeds)
+        seeds: Any = (
+            None if all(seed is None for seed in self._seeds) else list(self._seeds)
+        )  # one per row, as ours take
         observations, infos = self.envs.reset(seed=seeds, options=joint_options(self._options))
         self.reset_infos = rows_of(infos, range(self.num_envs))
         self._returns[:], self._lengths[:] = 0, 0

@@ -44,7 +44,7 @@ class _GatedDown(torch.autograd.Function):
 
 
 def _slope(grad_x: Tensor, up: Tensor, gate: Tensor) -> Tensor:
-    """d loss / d gate of x = silu(gate) * up.
+    """The gradient in gate of x = silu(gate) * up.
 
     A second derivative, TRPO's curvature, reads `grad_x` again and wants operations that have one. What the forward
     pass kept are constants to it, which is exact where the first derivative is 0, as that of KL(pi || pi) is.
