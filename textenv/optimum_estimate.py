@@ -7,11 +7,11 @@ The best that any policy can reach on a prompt x, at the price beta (`kl_coef`) 
 
 and a policy falls short of it by beta times its distance to the optimal policy, KL(policy || optimum) in nats.
 
-**How much n samples say.** Weights are skewed: where beta is small, a few samples carry the sum, and the responses that
-make up the optimum were never drawn. The effective sample size (sum w)^2 / sum w^2 (Kong 1992) says how many samples
-took part. Its inverse is, but for 1 / n, the squared relative error of Z, so that log Z has a standard error of about
-1 / sqrt(ess) nats, and the plug-in log mean w falls short of log Z by about 1 / (2 ess) on average (Jensen); that much
-is added. Below `MIN_EFFECTIVE_SAMPLES` on any prompt, both series have no meaning, and `OptimumEstimate.known` is False.
+**How much n samples say.** Weights are skewed: where beta is small, a few samples carry the sum, and the responses
+that make up the optimum were never drawn. The effective sample size (sum w)^2 / sum w^2 (Kong 1992) says how many
+samples took part. Its inverse is, but for 1 / n, the squared relative error of Z, so that log Z has a standard error of
+about 1 / sqrt(ess) nats, and the plug-in log mean w falls short of log Z by about 1 / (2 ess) on average (Jensen); that
+much is added. Below `MIN_EFFECTIVE_SAMPLES` on any prompt both series mean nothing, and `known` is False.
 
 **What holds at any n.** The product of the prompts' mean weights has the product of the Z as its mean, so that it is
 1 / delta times larger with probability at most delta (Markov). This makes `OptimumEstimate.at_least`, which needs no
@@ -86,8 +86,8 @@ def estimate_optimum(scores: Grouped, kl_coef: float, *, confidence: float = 0.9
     these prompts may be, not that over others.
 
     Args:
-        scores: of samples of the reference at the task's temperature, independent of each other: (n,), (K, n) or ragged.
-            As the objective has them: with penalties, without the toll.
+        scores: of independent samples of the reference at the task's temperature: (n,), (K, n) or ragged. As the
+            objective has them: with penalties, without the toll.
         kl_coef: beta, above 0.
         confidence: of the interval and of `at_least`.
 
@@ -166,7 +166,7 @@ def distance(optimum: OptimumEstimate, objectives: Grouped) -> Estimate:
 
 
 def log_mean_weight(log_weights: FloatArray) -> tuple[float, float, float]:
-    """log mean w, the effective sample size, and the variance of log mean w by the delta method.
+    """Give log mean w, the effective sample size, and the variance of log mean w by the delta method.
 
     The variance is s^2 / (n mean(w)^2), s^2 with n - 1 in its denominator, inf for one sample.
 
@@ -188,7 +188,9 @@ def grouped(x: Grouped, name: str) -> list[FloatArray]:
         ValueError: nothing for some prompt, or numbers that are not finite.
     """
     rows = list(x) if np.iterable(x) else [x]
-    groups = [np.asarray(rows, dtype=np.float64)] if not rows or np.ndim(rows[0]) == 0 else [as_row(row) for row in rows]
+    if not rows or np.ndim(rows[0]) == 0:
+        rows = [rows]  # one prompt
+    groups = [np.asarray(row, dtype=np.float64) for row in rows]
     if any(group.ndim != 1 or len(group) == 0 for group in groups):
         raise ValueError(
             f"`{name}` should be at least one number for each prompt, in one dimension or two, got shapes "
@@ -196,12 +198,7 @@ def grouped(x: Grouped, name: str) -> list[FloatArray]:
         )
     if not all(np.isfinite(group).all() for group in groups):
         raise ValueError(
-            f"`{name}` should be finite, got {[float(v) for g in groups for v in g if not np.isfinite(v)][:4]}: one such "
-            "number decides every mean. Leave dropped samples out."
+            f"`{name}` should be finite, got {[float(v) for g in groups for v in g if not np.isfinite(v)][:4]}: one "
+            "such number decides every mean. Leave dropped samples out."
         )
     return groups
-
-
-def as_row(row: npt.ArrayLike) -> FloatArray:
-    """One prompt's numbers."""
-    return np.asarray(row, dtype=np.float64)
