@@ -84,7 +84,7 @@ class Search:
 def toys(arguments: Toys) -> dict[str, Any]:
     """Measure, and put the rows into the files."""
     pairs = [(name, kl_coef) for name in arguments.toys for kl_coef in arguments.kl_coefs]
-    rows: list[dict[str, Any]] = []
+    path, keys = arguments.output / f"{arguments.name}.json", ("toy", "kl_coef", "agent")
     total = len(pairs) * len(arguments.agents) * arguments.seeds
     with progress_bar("Training ...", total, sys.stderr.isatty()) as advance:
         for toy in (make_toy(*pair) for pair in pairs):
@@ -93,9 +93,9 @@ def toys(arguments: Toys) -> dict[str, Any]:
                 for seed in range(arguments.seeds):
                     runs.append(run(CONTENDERS[name], toy, seed, arguments.tokens, arguments.checkpoints))
                     advance()
-                rows.append(yard_report.toy_row(toy, name, arguments.tokens, CONTENDERS[name].settings, runs))
-            rows += untrained(toy)
-    report = yard_report.add(arguments.output / f"{arguments.name}.json", command(), rows, ("toy", "kl_coef", "agent"))
+                row = yard_report.toy_row(toy, name, arguments.tokens, CONTENDERS[name].settings, runs)
+                yard_report.add(path, command(), [row], keys)  # what is measured stays, whatever comes after
+            report = yard_report.add(path, command(), untrained(toy), keys)
     notes = {name: contender.note for name, contender in CONTENDERS.items() if contender.note}
     text = yard_report.toy_markdown(report, notes)
     (arguments.output / f"{arguments.name}.md").write_text(text)

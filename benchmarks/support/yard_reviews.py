@@ -98,8 +98,8 @@ def reviews(options: Reviews, command: str) -> dict[str, Any]:
     with progress_bar("Training ...", len(options.agents), True) as advance:
         for name in options.agents:
             rows.append(agent_row(name, options, optimum))
+            report = add(options.output / f"{options.name}.json", command, rows, ("agent",))  # kept, whatever follows
             advance()
-    report = add(options.output / f"{options.name}.json", command, rows, ("agent",))
     (options.output / f"{options.name}.md").write_text(markdown(report, options))
     draw(report, options.output / f"{options.name}.png")
     return report
@@ -147,7 +147,7 @@ def means(runs: list[dict[str, Any]]) -> dict[str, float]:
     """Mean and standard deviation over seeds of the last evaluations."""
     figures = {key: [one[key][0] for one in runs] for key in ("score", "kl", "return")}
     figures["tokens_per_second"] = [one["tokens_per_second"] for one in runs]
-    spread = {f"{key}_std": statistics.stdev(x) if len(x) > 1 else math.nan for key, x in figures.items()}
+    spread = {f"{key}_std": float(np.std(x, ddof=1)) if len(x) > 1 else math.nan for key, x in figures.items()}
     return {key: statistics.fmean(x) for key, x in figures.items()} | spread
 
 
