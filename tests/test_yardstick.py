@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import itertools
 import json
 import math
@@ -204,11 +205,13 @@ def test_rows_take_the_place_of_earlier_ones_and_hold_json(tmp_path):
 
 
 @pytest.mark.filterwarnings(*QUIET)
-def test_toys_leave_a_table_a_figure_and_rows(tmp_path):
-    import agents
-
-    options = agents.Toys(agents=("PPO", "RLOO"), seeds=2, tokens=8_000, checkpoints=3, output=tmp_path)
-    agents.toys(options)
+def test_toys_leave_a_table_a_figure_and_rows(tmp_path, monkeypatch):
+    place = importlib.util.spec_from_file_location("yardstick", BENCHMARKS / "agents.py")  # `agents` is the users' name
+    yardstick = importlib.util.module_from_spec(place)
+    monkeypatch.setitem(sys.modules, "yardstick", yardstick)
+    place.loader.exec_module(yardstick)
+    options = yardstick.Toys(agents=("PPO", "RLOO"), seeds=2, tokens=8_000, checkpoints=3, output=tmp_path)
+    yardstick.toys(options)
     rows = {row["agent"]: row for row in json.loads((tmp_path / "agents_toys.json").read_text())["rows"]}
     assert set(rows) == {"PPO", "RLOO", "reference", "best of 16", "best of 1024"}
     assert rows["PPO"]["seeds"] == 2 and len(rows["PPO"]["ends"]) == 2

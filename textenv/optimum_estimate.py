@@ -187,7 +187,7 @@ def grouped(x: Grouped, name: str) -> list[FloatArray]:
     Raises:
         ValueError: nothing for some prompt, or numbers that are not finite.
     """
-    rows = list(x) if np.iterable(x) else [x]
+    rows: list[Any] = list(x) if np.iterable(x) else [x]
     if not rows or np.ndim(rows[0]) == 0:
         rows = [rows]  # one prompt
     groups = [np.asarray(row, dtype=np.float64) for row in rows]
