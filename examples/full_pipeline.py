@@ -6,6 +6,7 @@
     report     the policies of stages 1 and 3 on held-out openings, judged by a gold scorer that learned from far more
                comparisons than stage 2 and that nothing was trained against
 
+    python examples/full_pipeline.py                  # ten minutes on two cores
     python examples/full_pipeline.py --name first     # again after an interruption: every stage goes on where it was
     python examples/full_pipeline.py --help
 

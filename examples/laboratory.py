@@ -49,8 +49,8 @@ class Arguments:
     """Iterations from one measurement to the next."""
     eval_samples: int = 3
     """Responses to each prompt in a measurement."""
-    kl_coef: float = 0.02
-    """Price of a nat: low, so that the proxy is what is optimised."""
+    kl_coef: float = 0.0
+    """Price of a nat: none, so that the proxy is what is optimised."""
     learning_rate: float = 6e-4
     """Of AdamW."""
     refits: int = 2
@@ -92,7 +92,8 @@ class Laboratory:
     def __init__(self, arguments: Arguments) -> None:
         self.arguments = arguments
         self.dtype = fast_dtype() if arguments.dtype == "auto" else arguments.dtype
-        self.gold = film_review_head(dtype=self.dtype)
+        self.gold = RewardModel.default(dtype=self.dtype)  # from all the ratings, on a trunk of its own
+        self.head = film_review_head(dtype=self.dtype)  # gives proxies their trunk, which is the reference's
         openings = load_openings()
         self.held_out, self.openings = openings[: arguments.prompts], openings[arguments.prompts :]
         self.texts = self.reference_samples()

@@ -3,7 +3,7 @@
 Without the leash the score ends higher, since nothing else is asked for. The policy pays for it in text: it finds the
 few phrases that the reward model likes best and writes them after every prompt.
 
-    python examples/leash.py                 # about nine minutes on two cores
+    python examples/leash.py                 # some fifteen minutes on two cores
     python examples/leash.py --help
 
 Writes runs/<name>/: leash.png, samples.txt, leash.json, and for each run what examples/align_reviews.py leaves.

@@ -61,7 +61,7 @@ def train(
             envs = laboratory.envs(laboratory.openings, laboratory.gold, arguments.num_envs)
             fresh = sample_preferences(policy, None, envs, None, len(known), arguments.seed + part, noise=1.0)
             known += fresh.preferences
-            proxy = fit_head_to(known, like=laboratory.gold)
+            proxy = fit_head_to(known, like=laboratory.head)
         config = PPOConfig(
             learning_rate=arguments.learning_rate, epochs=2, num_minibatches=3, gamma=1.0, check_start=part == 0
         )
@@ -132,7 +132,7 @@ def main(arguments: Arguments) -> dict[str, Any]:
     report: dict[str, Any] = {}
     best, trained = [], []
     for name, count, refits in runs:
-        proxy = fit_head_to(drawn[:count], like=laboratory.gold)
+        proxy = fit_head_to(drawn[:count], like=laboratory.head)
         best.append(laboratory.best_of_n(proxy))
         curve, stopping = train(laboratory, proxy, refits, drawn[:count])
         trained.append(curve)

@@ -4,7 +4,7 @@ SmolLM2-135M reads the openings of film-review sentences that people rated highl
 did. Held-out sentences tell how much more likely it holds them to be. What was learned then becomes the policy and the
 reference of PPO, in two ways: merged into the weights, or as an adapter that both keep.
 
-    python examples/sft_reviews.py                 # some four minutes on two cores
+    python examples/sft_reviews.py                 # a quarter of an hour on two cores
     python examples/sft_reviews.py --help
 
 Writes runs/<name>/: metrics.jsonl, tensorboard/, training.png, report.json, checkpoint/, adapter/ (PEFT) and merged/, a

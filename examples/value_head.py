@@ -4,7 +4,7 @@ The value of a prefix is the return that is to be expected from it. Here the pol
 costs a toll, and the return after every token is the score of the finished sentence: what a head can know of it grows
 with the prefix. Rollouts to learn from and rollouts to be asked about have different prompts.
 
-    python examples/value_head.py                 # about two minutes on two cores
+    python examples/value_head.py                 # some six minutes on two cores
     python examples/value_head.py --help
 
 Writes runs/<name>/value_head.png and value_head.json.
