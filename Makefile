@@ -45,7 +45,7 @@ lint: $(VENV)/.installed  ## ruff's checks, its formatting, and the types
 bench: $(VENV)/.installed  ## how near PPO comes to the exact optimum of the toy language
 	$(BIN)/python benchmarks/optimality.py $(ARGS)
 
-reward-model: $(VENV)/.installed  ## retrain the default reward head on the human ratings
+reward-model: $(VENV)/.installed  ## retrain the packaged reward head on the human ratings
 	$(BIN)/python -m textenv.rewards.train_default $(ARGS)
 
 vllm: $(VENV)/.installed-vllm  ## add vLLM for CPUs, for VLLMEngine and VLLMServerEngine (make test does it too)

@@ -64,7 +64,7 @@ def act(
         rows = {key: value[None] for key, value in rows.items()}
     uniforms = torch.as_tensor((generator or np.random.default_rng()).random(len(rows["input_ids"])))
     tokens = []
-    for part, logits in _next_logits(policy, rows):
+    for part, logits in next_logits(policy, rows):
         if action_masks is not None:
             logits = forbid(
                 logits, PackedMasks(action_masks.table, np.atleast_1d(action_masks.index)[part], logits.shape[-1])
@@ -74,7 +74,7 @@ def act(
     return int(actions[0]) if single else actions
 
 
-def _next_logits(policy: Any, rows: Mapping[str, NDArray[Any]]) -> Iterator[tuple[slice, Tensor]]:
+def next_logits(policy: Any, rows: Mapping[str, NDArray[Any]]) -> Iterator[tuple[slice, Tensor]]:
     """Logits (n, V) of the next tokens, some rows at a time where the policy has a stepper."""
     if hasattr(policy, "stepper"):
         yield from policy.stepper().next_logits(rows)

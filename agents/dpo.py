@@ -19,6 +19,7 @@ policy writes as it learns.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -30,7 +31,7 @@ from torch import Tensor
 from textenv.agents.dpo_config import DPOConfig
 from textenv.agents.micro_batches import token_budget
 from textenv.agents.offline import OfflineAgent, OfflineStats
-from textenv.agents.pairs import PairBatch, PairFigures, pair_losses, response_sums
+from textenv.agents.pairs import PairBatch, PairFigures, PairShare, pair_losses, response_sums
 from textenv.agents.plots import PREFERENCE_PANELS
 from textenv.agents.policy import Policy, arithmetic
 from textenv.optional import progress_bar
@@ -123,9 +124,9 @@ class DPO(OfflineAgent[DPOConfig, DPOStats]):
     def gradient(self, rows: Tensor) -> dict[str, Any]:
         """Steps 1 and 2: the loss of some pairs, and its gradient."""
         batch, parts = self.batch(self.pairs, rows.numpy()), []
-        for loss, figures in self._losses(batch):
-            loss.backward()
-            parts.append(figures)
+        for share in self._losses(batch):
+            share.loss.backward()
+            parts.append(share.figures)
         found = PairFigures.joined(parts).metrics()
         ref_kl = -(found["chosen_reward"] + found["rejected_reward"]) / (2 * self.config.beta)
         return {**found, "ref_kl": ref_kl, "tokens": batch.tokens}
@@ -142,7 +143,7 @@ class DPO(OfflineAgent[DPOConfig, DPOStats]):
             pairs.action_masks(state),
         )
 
-    def _losses(self, batch: PairBatch) -> Any:
+    def _losses(self, batch: PairBatch) -> Iterator[PairShare]:
         config = self.config
         budget = token_budget(self.policy, config.micro_batch_tokens)
         with arithmetic(self.policy):
@@ -172,7 +173,7 @@ class DPO(OfflineAgent[DPOConfig, DPOStats]):
         parts = []
         with progress_bar("Held-out pairs", len(blocks), progress) as move_on:
             for rows in blocks:
-                parts += [figures for _, figures in self._losses(self.batch(pairs, rows))]
+                parts += [share.figures for share in self._losses(self.batch(pairs, rows))]
                 move_on()
         return PairFigures.joined(parts)
 

@@ -40,7 +40,7 @@ from textenv.agents.stats import UpdateStats, iteration_stats
 from textenv.agents.types import IterationStats, PolicyOutput, Rollout
 from textenv.checks import check_groups
 from textenv.layers import reference_of
-from textenv.replay import text_envs
+from textenv.replay import Replay, text_envs
 
 Terms = dict[str, tuple[float, Tensor]]
 """Terms of a loss: a weight and a scalar by the name that it is logged under."""
@@ -157,6 +157,7 @@ class OnPolicy(Agent):
             seconds=episodes.seconds,
             action_masks=episodes.action_masks,
             engine_logprobs=episodes.engine_logprobs,
+            tolls=tolls_of(replayed, device),
             first_pass=output if output.logprobs.requires_grad else None,
         )
 
@@ -285,3 +286,11 @@ class OnPolicy(Agent):
             for loss in ptx_losses(self.policy, *texts, token_budget(self.policy, self.config.micro_batch_tokens)):
                 (self.config.ptx_coef * loss).backward()
                 stats.add_loss("ptx_loss", loss)
+
+
+def tolls_of(replayed: Replay, device: torch.device) -> Tensor | None:
+    """What the outermost `KLPenalty` charged for each response (B,), 0 for dropped ones; None without one."""
+    tolls = replayed.infos.get("kl_toll")
+    if tolls is None:
+        return None
+    return torch.as_tensor(np.where(np.isnan(replayed.scores), 0.0, tolls), dtype=torch.float32, device=device)

@@ -40,3 +40,23 @@ def check_options(config: OnPolicyConfig, policy: Any, reference: Any, pretraini
             f"{'no texts' if pretraining_texts is None else 'texts'}: nothing would be learned from them. Pass "
             "PPO(policy, envs, PPOConfig(ptx_coef=...), pretraining_texts=[...]), say, or neither."
         )
+
+
+def check_unused(config: OnPolicyConfig, names: Sequence[str], why: str) -> None:
+    """Refuse settings that an agent shares with others but has no use for, instead of ignoring them.
+
+    Args:
+        config: the settings.
+        names: those without effect; they must have the values that they have in `OnPolicyConfig`.
+        why: what the agent does instead, a sentence.
+
+    Raises:
+        ValueError: one of them was changed.
+    """
+    plain = OnPolicyConfig()
+    for name in names:
+        if getattr(config, name) != getattr(plain, name):
+            raise ValueError(
+                f"`{name}` should be left as it is, {getattr(plain, name)!r}, got {getattr(config, name)!r}: "
+                f"{type(config).__name__} has no use for it. {why}"
+            )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from textenv.agents.policy import Policy, device_of, masks_argument
 from textenv.agents.preference_losses import PreferenceLoss, dpo_loss
+from textenv.agents.types import PolicyOutput
 from textenv.estimates import Estimate, mean_estimate, share_estimate
 from textenv.lm.token_blocks import block_sizes
 from textenv.packed_masks import PackedMasks
@@ -52,7 +53,7 @@ class PairBatch:
 
     def pairs(self, index: Tensor) -> PairBatch:
         """The pairs at `index`."""
-        rows = torch.stack([2 * index, 2 * index + 1], 1).reshape(-1)
+        rows = rows_of(index)
         smoothing = self.label_smoothing
         return PairBatch(
             self.input_ids[rows],
@@ -127,6 +128,27 @@ class PairFigures:
         return np.where(self.margins == 0, 0.5, self.margins > 0)
 
 
+class PairShare(NamedTuple):
+    """A micro-batch of pairs."""
+
+    loss: Tensor
+    """Its share of the batch's mean loss, with gradient."""
+    figures: PairFigures
+    pairs: Tensor
+    """Which pairs of the batch it holds, (n,)."""
+    output: PolicyOutput
+    """The policy's view of their 2 n rows, with gradient."""
+
+
+def rows_of(index: Int[Tensor, N]) -> Int[Tensor, "2N"]:  # noqa: F821
+    """The rows of some pairs, each chosen one before its rejected one.
+
+    >>> rows_of(torch.tensor([3, 0])).tolist()
+    [6, 7, 0, 1]
+    """
+    return torch.stack([2 * index, 2 * index + 1], 1).reshape(-1)
+
+
 def response_sums(logprobs: Float[Tensor, "B T"], attention_mask: Int[Tensor, "B L"]) -> Tensor:
     """Log-probabilities of whole responses (B,); what stands beyond their ends counts nothing."""
     real = attention_mask[:, -logprobs.shape[1] :].bool()
@@ -150,7 +172,7 @@ def pair_blocks(attention_mask: Int[Tensor, "2N L"], budget: int | None) -> list
 
 def pair_losses(
     policy: Policy, batch: PairBatch, beta: float, loss: PreferenceLoss, micro_batch_tokens: int | None = None
-) -> Iterator[tuple[Tensor, PairFigures]]:
+) -> Iterator[PairShare]:
     """The mean loss of a batch of pairs, in shares per micro-batch that add up to it.
 
     Args:
@@ -161,7 +183,7 @@ def pair_losses(
         micro_batch_tokens: tokens that go through the policy at once; None: all of them.
 
     Yields:
-        Scalars whose sum is the loss (the denominator is N), and the figures of the micro-batch's pairs.
+        Micro-batches, whose shares add up to the loss (the denominator is N).
 
     Raises:
         FloatingPointError: a share is not finite.
@@ -182,7 +204,7 @@ def pair_losses(
                 "forbids a token of a response no training undoes it: leave that pair out. Otherwise lower "
                 "learning_rate."
             )
-        yield share, _figures(losses, beta * (logprobs - ref_logprobs))
+        yield PairShare(share, _figures(losses, beta * (logprobs - ref_logprobs)), index, output)
 
 
 def _figures(losses: Tensor, rewards: Tensor) -> PairFigures:

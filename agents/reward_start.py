@@ -8,7 +8,7 @@ from typing import Any
 
 from textenv.agents.value_models import VALUE_KINDS
 from textenv.lm import TextTokenizer, load_tokenizer
-from textenv.rewards import RewardModel, SequenceClassificationReward
+from textenv.rewards import RewardModel, SequenceClassificationReward, film_review_head
 
 RewardSource = RewardModel | SequenceClassificationReward | str | os.PathLike[str] | None
 """A reward model, the file or folder it is in, or None for the packaged head."""
@@ -54,7 +54,7 @@ def reward_start(
 
 def _as_reward(given: Any) -> RewardModel | SequenceClassificationReward:
     if given is None:
-        return RewardModel.default()
+        return film_review_head()
     if isinstance(given, RewardModel | SequenceClassificationReward):
         return given
     if isinstance(given, str | os.PathLike):

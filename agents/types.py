@@ -104,6 +104,8 @@ class Rollout:
     """What was allowed where each token was chosen, index (B, T); None: everything."""
     engine_logprobs: Float[Tensor, "B T"] | None = None
     """As the engine reported them; None where it reports none."""
+    tolls: Float[Tensor, B] | None = None  # noqa: F821
+    """What the outermost `KLPenalty` charged in all, in units of the score; None without one."""
     first_pass: PolicyOutput | None = None
     """The pass that gave `logprobs` and `values`, with its graph: the first one of the update, where it can be."""
 
@@ -122,6 +124,11 @@ class Rollout:
     def response_tokens(self) -> int:
         """T."""
         return self.response_mask.shape[1]
+
+    def paid(self) -> Float[Tensor, B]:  # noqa: F821
+        """What the environments pay for each response, the toll set aside: the score as the wrappers shape it."""
+        returns = torch.where(self.response_mask, self.rewards, torch.zeros_like(self.rewards)).sum(-1)
+        return returns if self.tolls is None else returns + self.tolls
 
     def kl(self) -> Float[Tensor, B] | None:  # noqa: F821
         """Sum over each response of log pi - log pi_ref (k1), nats; None without a reference."""

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from textenv.lm import LanguageModel, load_causal_lm
 from textenv.lm.adapters import add_lora, round_frozen_layers
+from textenv.lm.stepping import Stepper
 from textenv.lm.trunk import HeadlessModel
 from textenv.rewards import RewardModel, SequenceClassificationReward
 
@@ -104,6 +105,10 @@ class ValueNetwork(nn.Module):
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Hidden states (B, L, H); see `LanguageModel.hidden_states`."""
         return self._reader.hidden_states(input_ids, attention_mask)
+
+    def stepper(self) -> Stepper:
+        """The same for rows that grow token by token, with a cache of its own; see `Stepper.states`."""
+        return Stepper(self._reader)
 
 
 @dataclass(frozen=True)

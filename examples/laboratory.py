@@ -15,7 +15,15 @@ import textenv  # noqa: F401 - registers RLHF-v0
 from textenv.agents import LanguageModelPolicy, attach
 from textenv.agents.rollouts.collect import collect
 from textenv.lm.precision import fast_dtype
-from textenv.rewards import OverOptimisation, RewardModel, best_of_n_curve, load_openings, load_ratings, split_ratings
+from textenv.rewards import (
+    OverOptimisation,
+    RewardModel,
+    best_of_n_curve,
+    film_review_head,
+    load_openings,
+    load_ratings,
+    split_ratings,
+)
 from textenv.rlhf import SENTENCE_ENDS
 
 
@@ -84,7 +92,7 @@ class Laboratory:
     def __init__(self, arguments: Arguments) -> None:
         self.arguments = arguments
         self.dtype = fast_dtype() if arguments.dtype == "auto" else arguments.dtype
-        self.gold = RewardModel.default(dtype=self.dtype)
+        self.gold = film_review_head(dtype=self.dtype)
         openings = load_openings()
         self.held_out, self.openings = openings[: arguments.prompts], openings[arguments.prompts :]
         self.texts = self.reference_samples()

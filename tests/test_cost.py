@@ -27,6 +27,7 @@ from textenv.agents.cost_shape import ModelShape, shape_named, shape_of
 from textenv.lm.adapters import add_lora
 from textenv.lm.cache import Place, RowCache
 from textenv.lm.packing import WRITTEN_OUT
+from textenv.rewards import film_review_head
 
 GIB = 2**30
 DOCUMENT = Path(__file__).parent.parent / "docs" / "cost.md"
@@ -384,13 +385,14 @@ def test_line_of_a_language_model(tiny_model):
 
 
 @pytest.mark.slow
-def test_the_packaged_reward_model_shares_the_trunk_where_the_arithmetic_is_the_same():
+def test_the_packaged_head_shares_the_trunk_where_the_arithmetic_is_the_same():
     policy = LanguageModelPolicy.from_pretrained("smollm2-135m")
     kinds = {}
     for dtype in ("float32", "bfloat16"):
-        envs = gym.make_vec("RLHF-v0", num_envs=2, dtype=dtype)
+        envs = gym.make_vec("RLHF-v0", num_envs=2, dtype=dtype, scorer=film_review_head(dtype=dtype))
         kinds[dtype] = cost_of(PPO(policy, envs)).setup.reward
     assert kinds == {"float32": "shared", "bfloat16": "separate"}
+    assert cost_of(PPO(policy, gym.make_vec("RLHF-v0", num_envs=2))).setup.reward == "separate"
 
 
 def test_lines_of_other_policies():

@@ -142,7 +142,7 @@ def test_figures_by_hand():
 
 def losses_of(policy, batch, budget=None, loss="sigmoid"):
     shares = list(pair_losses(policy, batch, 0.5, loss, budget))
-    total = sum(share for share, _ in shares)
+    total = sum(share.loss for share in shares)
     total.backward()
     return len(shares), total.item(), [p.grad for p in policy.parameters() if p.grad is not None]
 

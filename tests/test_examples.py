@@ -190,3 +190,15 @@ def test_full_pipeline_goes_on_where_it_was(tmp_path):
     assert [path.stat().st_mtime_ns for path in kept] == written
     again = json.loads((folder / "report.json").read_text())
     assert again["gold_gain"]["value"] == pytest.approx(gain["value"], abs=1e-3)
+
+
+@pytest.mark.slow
+def test_dpo_reviews_learns_from_its_own_samples(tmp_path):
+    small = ["--pairs", "12", "--episodes", "4", "--max-response-tokens", "6", "--batch-size", "4", "--epochs", "1"]
+    text = run("examples/dpo_reviews.py", "--name", "x", *small, "--held-out", "0.5", cwd=tmp_path)
+    folder = tmp_path / "runs" / "x"
+    report = json.loads((folder / "report.json").read_text())
+    assert report["before"]["kl"] == pytest.approx(0, abs=0.05) and report["pairs"] > 0
+    assert set(report["after"]) == {"score", "kl"} and 0 <= report["held_out"]["accuracy"] <= 1
+    assert len((folder / "pairs.jsonl").read_text().splitlines()) > report["pairs"]
+    assert (folder / "training.png").exists() and "as they were sampled" in text

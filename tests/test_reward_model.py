@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -10,7 +11,17 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from textenv.lm import LanguageModel, LazyLanguageModel, TextTokenizer
-from textenv.rewards import RewardModel, load_ratings, score_and_logprobs, shares_trunk, split_ratings
+from textenv.replay import text_envs
+from textenv.rewards import (
+    RewardModel,
+    film_review_head,
+    film_review_network,
+    film_review_reward,
+    load_ratings,
+    score_and_logprobs,
+    shares_trunk,
+    split_ratings,
+)
 from textenv.rewards.reward_model import DEFAULT_TRUNK, pad_left
 from textenv.rewards.shared import text_end_columns
 from textenv.rewards.train_default import (
@@ -360,49 +371,83 @@ def test_sentence_states_are_those_of_whole_and_cut_texts(trunk, tokenizer, scor
             np.testing.assert_allclose(score, scorer([cut], [""]), atol=1e-5)
 
 
-# The default model
+# What is packaged for film reviews: the default model, and a head that shares the reference's pass
+
+PACKAGED = {"adapters": film_review_reward, "head": film_review_head}
+OPINIONS = [
+    " a moving and beautifully acted triumph.",
+    " shown in two cinemas this week.",
+    " a boring, lazy and badly written mess.",
+]
+FIGURES = {"adapters": (0.82, 0.80), "head": (0.78, 0.74)}
+"""Pair accuracy and correlation with the human means on held-out sentences, at least."""
 
 
-@pytest.fixture(scope="module")
-def default():
-    return RewardModel.default()
+@pytest.fixture(scope="module", params=PACKAGED)
+def packaged(request):
+    return request.param, PACKAGED[request.param]()
 
 
 @pytest.mark.slow
-def test_default_model_loads_no_weights_until_it_scores():
-    model = RewardModel.default()
+@pytest.mark.parametrize("kind", PACKAGED)
+def test_packaged_models_load_no_weights_until_they_score(kind):
+    model = PACKAGED[kind]()
     assert model.trunk._model is None
-    assert len(model.weight) == 576 and model.metadata["trunk"] == DEFAULT_TRUNK
+    assert len(model.weight) == 576
+    assert film_review_head().metadata["trunk"] == DEFAULT_TRUNK
 
 
 @pytest.mark.slow
-def test_default_model_orders_plain_opinions(default):
-    responses = [
-        " a moving and beautifully acted triumph.",
-        " shown in two cinemas this week.",
-        " a boring, lazy and badly written mess.",
-    ]
-    good, plain, bad = default(["The film is"] * 3, responses)
+def test_the_default_is_the_one_with_adapters():
+    task = text_envs(gym.make_vec("RLHF-v0", num_envs=1)).task
+    assert task.scorer.source == RewardModel.default().source == film_review_reward().source
+    assert task.scorer.source != film_review_head().source == task.reference.source
+
+
+@pytest.mark.slow
+def test_packaged_models_order_plain_opinions(packaged):
+    good, plain, bad = packaged[1](["The film is"] * 3, OPINIONS)
     assert good > plain + 1 > bad + 2
 
 
 @pytest.mark.slow
-def test_default_model_reaches_its_figures(default):
+def test_packaged_models_reach_their_figures(packaged):
     """Re-measured on 150 held-out sentences: the standard error of the accuracy is near 0.015, of the other 0.035."""
-    assert float(default.metadata["held_out_accuracy"]) >= 0.78
-    assert float(default.metadata["held_out_correlation"]) >= 0.74
+    kind, model = packaged
+    accuracy, correlation = FIGURES[kind]
+    assert float(model.metadata["held_out_accuracy"]) >= accuracy
+    assert float(model.metadata["held_out_correlation"]) >= correlation
     some = split_ratings(load_ratings())[1][::14]
-    scores = default([s.text for s in some], [""] * len(some))
+    scores = model([s.text for s in some], [""] * len(some))
     means = np.array([s.mean for s in some])
-    assert pair_accuracy(scores, means) > 0.73
-    assert np.corrcoef(scores, means)[0, 1] > 0.64
+    assert pair_accuracy(scores, means) > accuracy - 0.05
+    assert np.corrcoef(scores, means)[0, 1] > correlation - 0.1
 
 
 @pytest.mark.slow
-def test_default_model_shares_its_pass_with_the_reference(default):
+def test_merged_adapters_score_as_the_network_does(packaged):
+    kind, model = packaged
+    if kind == "adapters":
+        theirs = film_review_network().score(["The film is"] * 3, OPINIONS)
+        np.testing.assert_allclose(model(["The film is"] * 3, OPINIONS), theirs, atol=1e-4)
+        again = pickle.loads(pickle.dumps(model))
+        assert again.trunk._model is None
+        np.testing.assert_array_equal(again(["The film is"], OPINIONS[:1]), model(["The film is"], OPINIONS[:1]))
+
+
+@pytest.mark.slow
+def test_a_head_on_adapters_is_not_saved_as_one_on_the_plain_model(tmp_path):
+    with pytest.raises(ValueError, match=r"a trunk with adapters from .*film_review_adapters.*adapted_reward reads it"):
+        RewardModel.default().save(tmp_path / "head.safetensors")
+
+
+@pytest.mark.slow
+def test_the_head_shares_its_pass_with_the_reference():
+    head = film_review_head()
     reference = LazyLanguageModel(DEFAULT_TRUNK)
-    assert shares_trunk(default, reference)
-    tokenizer = default.tokenizer
+    assert shares_trunk(head, reference)
+    assert not shares_trunk(RewardModel.default(), reference)
+    tokenizer = head.tokenizer
     (stop,) = tokenizer.stop_ids
     rows = [
         ("The film is", [*tokenizer.encode(" a moving triumph."), stop]),
@@ -411,8 +456,8 @@ def test_default_model_shares_its_pass_with_the_reference(default):
         ("The film", [stop]),
     ]
     batch = sampled(tokenizer, rows)
-    scores, logprobs = score_and_logprobs(default, reference.load(), *batch)
-    np.testing.assert_allclose(scores, default(*batch[:2]), atol=1e-4)
+    scores, logprobs = score_and_logprobs(head, reference.load(), *batch)
+    np.testing.assert_allclose(scores, head(*batch[:2]), atol=1e-4)
     np.testing.assert_allclose(logprobs, reference.response_logprobs(*batch[2:]), atol=1e-4)
 
 

@@ -143,7 +143,7 @@ def test_a_missing_package_names_the_command(monkeypatch):
 def test_evaluating_the_untrained_policy_shows_the_reference():
     envs = gym.make_vec("RLHF-v0", num_envs=8, max_response_tokens=8, min_length=2)
     policy = LanguageModelPolicy.from_pretrained("smollm2-135m", lora_rank=4)
-    record = textenv.evaluate(policy, envs, 16, seed=0, opponent=policy, texts=["The film was long and dull."])
+    record = textenv.evaluate(policy, envs, 48, seed=0, opponent=policy, texts=["The film was long and dull."])
     assert abs(record.kl.value) < 1e-3
     assert record.tax.tax.value == pytest.approx(0.0, abs=1e-4)
     assert 0 < record.tax.reference.value < 8  # far below log V = 10.8: it has read English

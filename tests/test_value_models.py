@@ -15,7 +15,7 @@ from value_helpers import COMBINATIONS, head_file, make_policy, reward_on, save_
 
 from textenv.agents import PPO, LanguageModelPolicy, PPOConfig
 from textenv.agents.value_models import VALUE_KINDS, ValueHead, shared_copy
-from textenv.rewards import RewardModel, SequenceClassificationReward
+from textenv.rewards import RewardModel, SequenceClassificationReward, film_review_head
 
 P, T = 8, 5
 LENGTHS = [5, 3, 1, 5]
@@ -420,7 +420,7 @@ def test_packaged_reward_model_on_its_own_trunk():
     policy = LanguageModelPolicy.from_pretrained(value="reward", lora_rank=2)
     plain = LanguageModelPolicy.from_pretrained(lora_rank=2)
     assert bytes_of(policy) < 1.02 * bytes_of(plain)
-    reward = RewardModel.default()
+    reward = film_review_head()
     texts = [("This film is", " a triumph, warm and funny"), ("The plot was", " a tedious mess")]
     rows = [(reward.tokenizer.encode(a), [*reward.tokenizer.encode(b), 2]) for a, b in texts]
     ids, mask = tensors(*padded(rows, 6, 12))

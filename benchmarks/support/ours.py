@@ -16,7 +16,7 @@ from textenv.agents import PPO, LanguageModelPolicy, PPOConfig
 from textenv.agents.rollouts import Engine
 from textenv.lm import LazyLanguageModel, load_tokenizer, resolve
 from textenv.replay import text_envs
-from textenv.rewards import RewardModel, SequenceClassificationReward
+from textenv.rewards import RewardModel, SequenceClassificationReward, film_review_head
 
 
 def config(job: dict[str, Any]) -> PPOConfig:
@@ -34,7 +34,7 @@ def scorer(job: dict[str, Any]) -> Any:
     if job["layout"] == "separate":
         return SequenceClassificationReward(job["classifier"], dtype=job["dtype"])
     if job["model"] == resolve("smollm2-135m"):
-        return RewardModel.default(dtype=job["dtype"])
+        return film_review_head(dtype=job["dtype"])
     tokenizer = load_tokenizer(job["model"])
     trunk = LazyLanguageModel(job["model"], dtype=job["dtype"], named_size=tokenizer.named_size)
     width = job["config"]["hidden_size"]

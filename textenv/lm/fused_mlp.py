@@ -39,8 +39,21 @@ class _GatedDown(torch.autograd.Function):
             active = nn.functional.silu(gate)
             grad_x, grad_a, grad_b = fused_backward(grad, active * up, low, factors, ctx.scaling)
             grad_up = grad_x * active
-            grad_gate = torch.ops.aten.silu_backward(grad_x.mul_(up), gate)
+            grad_gate = _slope(grad_x, up, gate)
         return grad_gate, grad_up, None, None, grad_a, grad_b, None
+
+
+def _slope(grad_x: Tensor, up: Tensor, gate: Tensor) -> Tensor:
+    """The gradient in gate of x = silu(gate) * up.
+
+    A second derivative, TRPO's curvature, reads `grad_x` again and wants operations that have one. What the forward
+    pass kept are constants to it, which is exact where the first derivative is 0, as that of KL(pi || pi) is.
+    """
+    if not torch.is_grad_enabled():
+        slope: Tensor = torch.ops.aten.silu_backward(grad_x.mul_(up), gate)
+        return slope
+    sigma = torch.sigmoid(gate)
+    return grad_x * up * sigma * (1 + gate * (1 - sigma))
 
 
 def _forward(mlp: Any, x: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ class LazyLanguageModel:
             key = (self.source, self.device_name, self.dtype)
             module = _loaded.get(key)
             if module is None:
-                module = _loaded[key] = load_causal_lm(self.source, self.device_name, self.dtype)
+                module = _loaded[key] = self.load_module()
             self._model = LanguageModel(
                 module,
                 source=self.source,
@@ -65,6 +65,10 @@ class LazyLanguageModel:
                 dtype=self.dtype,
             )
         return self._model
+
+    def load_module(self) -> Any:
+        """The transformers model, read from its files."""
+        return load_causal_lm(self.source, self.device_name, self.dtype)
 
     def stepper(self) -> Stepper:
         """See `LanguageModel.stepper`; the model is loaded by the stepper's first call."""

@@ -17,3 +17,6 @@ class HeadlessModel(LanguageModel):
 
     def __init__(self, trunk: Any, dtype: str) -> None:
         self.model, self.dtype = trunk, dtype  # the construction of `LanguageModel` would look at the output head
+        config = trunk.config.get_text_config()
+        self.hidden_size, self.num_layers = config.hidden_size, config.num_hidden_layers
+        self.vocab_size = trunk.get_input_embeddings().weight.shape[0]

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from textenv.rewards.comparisons import Comparison, Labels
     from textenv.rewards.early_stopping import EarlyStopping
     from textenv.rewards.ensemble import RewardEnsemble, pessimistic
+    from textenv.rewards.film_reviews import adapted_reward, film_review_head, film_review_reward
     from textenv.rewards.genuine import review_answers
     from textenv.rewards.judge import Judge, Reply
     from textenv.rewards.judge_comparisons import ComparingJudge
@@ -24,7 +25,13 @@ if TYPE_CHECKING:
     from textenv.rewards.network import RewardNetwork
     from textenv.rewards.network_files import film_review_network, load_adapters, save_adapters, save_classifier
     from textenv.rewards.noise_ceiling import half_against_half, one_against_rest, pair_accuracy
-    from textenv.rewards.overoptimisation import best_of_n_curve, best_of_n_kl, best_of_n_scores, best_of_n_weights
+    from textenv.rewards.overoptimisation import (
+        best_of_n_curve,
+        best_of_n_kl,
+        best_of_n_logprobs,
+        best_of_n_scores,
+        best_of_n_weights,
+    )
     from textenv.rewards.overoptimisation_curve import GoldFit, OverOptimisation, Peak, fit_gold
     from textenv.rewards.plots import plot_calibration, plot_learning_curve, plot_scores
     from textenv.rewards.preference_chat import ChatTemplate, parse_transcript, transcript_text
@@ -103,9 +110,11 @@ __all__ = [
     "VariantResult",
     "WeightedReward",
     "accuracy_estimate",
+    "adapted_reward",
     "as_number",
     "best_of_n_curve",
     "best_of_n_kl",
+    "best_of_n_logprobs",
     "best_of_n_scores",
     "best_of_n_weights",
     "bradley_terry_loss",
@@ -113,7 +122,9 @@ __all__ = [
     "centering_loss",
     "draw_comparisons",
     "evaluate_preferences",
+    "film_review_head",
     "film_review_network",
+    "film_review_reward",
     "fit_gold",
     "fit_head_to",
     "half_against_half",
@@ -150,135 +161,52 @@ __all__ = [
 ]
 
 _HOMES = {
-    "answers": (
-        "Normalize",
-        "as_number",
-        "numbers_in",
-    ),
-    "bradley_terry": (
-        "bradley_terry_loss",
-        "centering_loss",
-        "preference_accuracy",
-    ),
+    "answers": ("Normalize", "as_number", "numbers_in"),
+    "bradley_terry": ("bradley_terry_loss", "centering_loss", "preference_accuracy"),
     "comparison_data": ("PreferenceData",),
-    "comparisons": (
-        "Comparison",
-        "Labels",
-    ),
+    "comparisons": ("Comparison", "Labels"),
     "early_stopping": ("EarlyStopping",),
-    "ensemble": (
-        "RewardEnsemble",
-        "pessimistic",
-    ),
+    "ensemble": ("RewardEnsemble", "pessimistic"),
+    "film_reviews": ("adapted_reward", "film_review_head", "film_review_reward"),
     "genuine": ("review_answers",),
-    "judge": (
-        "Judge",
-        "Reply",
-    ),
+    "judge": ("Judge", "Reply"),
     "judge_comparisons": ("ComparingJudge",),
     "judge_scores": ("ScoringJudge",),
     "learning_curves": ("learning_curve",),
     "linear_head": ("fit_head_to",),
     "network": ("RewardNetwork",),
-    "network_files": (
-        "film_review_network",
-        "load_adapters",
-        "save_adapters",
-        "save_classifier",
-    ),
-    "noise_ceiling": (
-        "half_against_half",
-        "one_against_rest",
-        "pair_accuracy",
-    ),
+    "network_files": ("film_review_network", "load_adapters", "save_adapters", "save_classifier"),
+    "noise_ceiling": ("half_against_half", "one_against_rest", "pair_accuracy"),
     "overoptimisation": (
         "best_of_n_curve",
         "best_of_n_kl",
+        "best_of_n_logprobs",
         "best_of_n_scores",
         "best_of_n_weights",
     ),
-    "overoptimisation_curve": (
-        "GoldFit",
-        "OverOptimisation",
-        "Peak",
-        "fit_gold",
-    ),
-    "plots": (
-        "plot_calibration",
-        "plot_learning_curve",
-        "plot_scores",
-    ),
-    "preference_chat": (
-        "ChatTemplate",
-        "parse_transcript",
-        "transcript_text",
-    ),
-    "preference_evaluation": (
-        "accuracy_estimate",
-        "calibration_curve",
-        "evaluate_preferences",
-        "score_distribution",
-    ),
-    "preference_files": (
-        "load_preferences",
-        "save_preferences",
-        "split_preferences",
-    ),
-    "preference_report": (
-        "BadPreferencesError",
-        "BadRow",
-        "PreferenceReport",
-    ),
-    "preference_sources": (
-        "LabelledPairs",
-        "label_pairs",
-        "preferences_from_ratings",
-    ),
-    "preferences": (
-        "Preference",
-        "SampledIds",
-    ),
-    "probe_report": (
-        "ProbeReport",
-        "VariantResult",
-    ),
+    "overoptimisation_curve": ("GoldFit", "OverOptimisation", "Peak", "fit_gold"),
+    "plots": ("plot_calibration", "plot_learning_curve", "plot_scores"),
+    "preference_chat": ("ChatTemplate", "parse_transcript", "transcript_text"),
+    "preference_evaluation": ("accuracy_estimate", "calibration_curve", "evaluate_preferences", "score_distribution"),
+    "preference_files": ("load_preferences", "save_preferences", "split_preferences"),
+    "preference_report": ("BadPreferencesError", "BadRow", "PreferenceReport"),
+    "preference_sources": ("LabelledPairs", "label_pairs", "preferences_from_ratings"),
+    "preferences": ("Preference", "SampledIds"),
+    "probe_report": ("ProbeReport", "VariantResult"),
     "probes": ("probe",),
     "python_check": ("PythonCheck",),
     "rated_data": ("RatedData",),
-    "ratings": (
-        "Comparisons",
-        "RatedSentence",
-        "draw_comparisons",
-        "load_openings",
-        "load_ratings",
-        "split_ratings",
-    ),
+    "ratings": ("Comparisons", "RatedSentence", "draw_comparisons", "load_openings", "load_ratings", "split_ratings"),
     "reasoning": ("ReasoningTasks",),
     "remote": ("RemoteScorer",),
-    "remote_server": (
-        "ScorerServer",
-        "serve_scorer",
-    ),
-    "reviews": (
-        "load_review_demonstrations",
-        "review_demonstrations",
-    ),
+    "remote_server": ("ScorerServer", "serve_scorer"),
+    "reviews": ("load_review_demonstrations", "review_demonstrations"),
     "reward_model": ("RewardModel",),
     "sequence_classification": ("SequenceClassificationReward",),
-    "shared": (
-        "score_and_logprobs",
-        "shares_trunk",
-    ),
-    "training": (
-        "RewardTrainer",
-        "RewardTrainingConfig",
-    ),
+    "shared": ("score_and_logprobs", "shares_trunk"),
+    "training": ("RewardTrainer", "RewardTrainingConfig"),
     "variants": ("VARIANTS",),
-    "verifiable": (
-        "ExactMatch",
-        "NumericMatch",
-        "RegexMatch",
-    ),
+    "verifiable": ("ExactMatch", "NumericMatch", "RegexMatch"),
     "weighted": ("WeightedReward",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

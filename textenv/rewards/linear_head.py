@@ -44,7 +44,7 @@ def fit_head_to(
 
     Example::
 
-        gold = RewardModel.default()
+        gold = film_review_head()
         proxy = fit_head_to(preferences_from_ratings(sentences, 500, rng), like=gold)
     """
     if len(preferences) < 2:

@@ -121,6 +121,23 @@ def load_adapters(
     Raises:
         ValueError: there is no such file, or its trunk cannot be found.
     """
+    tensors, settings, offset, known = read_adapters(path)
+    network = RewardNetwork.from_pretrained(**settings | {"device": device, "dtype": dtype}, template=template)
+    with torch.no_grad():
+        for name, parameter in network.trained_state().items():
+            parameter.copy_(tensors[name])
+    network.offset = offset
+    return network, known
+
+
+def read_adapters(
+    path: str | os.PathLike[str],
+) -> tuple[dict[str, torch.Tensor], dict[str, Any], float, dict[str, str]]:
+    """What `save_adapters` wrote: tensors by name, the network's settings and offset, and what is known of it.
+
+    Raises:
+        ValueError: there is no such file, or it is of another kind.
+    """
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -133,21 +150,11 @@ def load_adapters(
         ) from error
     if known.pop("format", None) != FORMAT:
         raise ValueError(f"`path` should be a file that save_adapters wrote, got {os.fspath(path)!r}, another kind.")
-    settings = json.loads(known.pop("settings")) | {"device": device, "dtype": dtype}
-    network = RewardNetwork.from_pretrained(**settings, template=template)
-    with torch.no_grad():
-        for name, parameter in network.trained_state().items():
-            parameter.copy_(tensors[name])
-    network.offset = float(known.pop("offset"))
-    return network, known
+    return tensors, json.loads(known.pop("settings")), float(known.pop("offset")), known
 
 
 def film_review_network(device: str = "cpu", dtype: str = "float32") -> RewardNetwork:
-    """The packaged reward model of film reviews: adapters and a head on SmolLM2-135M, from single raters' comparisons.
-
-    It orders 86% of pairs of held-out sentences as the human means do and correlates 0.89 with them, where one rater
-    against the rest stands at 89% and 0.89. `RewardModel.default` (79%, 0.77) is a head alone, which can share the
-    policy's own frozen pass; this one costs a pass of its own, so take it as the score that others are measured by.
+    """The network that the default reward model is, `film_review_reward`, with its adapters apart, to be trained on.
 
     Args:
         device: a torch device.

@@ -103,6 +103,41 @@ def best_of_n_scores(proxy: ArrayLike, gold: ArrayLike, ns: Sequence[int]) -> ND
     return expected
 
 
+def best_of_n_logprobs(logprobs: ArrayLike, scores: ArrayLike, n: int) -> NDArray[np.float64]:
+    """What best-of-n writes, exactly: the log-probability (M,) of each of M outcomes to be the best of n draws.
+
+    With F(s) the probability of a draw that scores at most s, the best of n scores at most s with probability F(s)^n;
+    among equal scores an outcome is as likely as it was. Where outcomes can be listed (`textenv.oracle`) this gives the
+    KL and the score of best-of-n without sampling.
+
+    Args:
+        logprobs: (M,) of one draw, summing to 1; -inf for what is never drawn.
+        scores: (M,).
+        n: at least 1.
+
+    Raises:
+        ValueError: shapes that differ, or an n below 1.
+
+    >>> np.exp(best_of_n_logprobs(np.log([0.5, 0.25, 0.25]), [0.0, 1.0, 1.0], 2)).round(4).tolist()
+    [0.25, 0.375, 0.375]
+    """
+    logprobs, scores = np.asarray(logprobs, np.float64), np.asarray(scores, np.float64)
+    if logprobs.shape != scores.shape or logprobs.ndim != 1:
+        raise ValueError(f"`logprobs` and `scores` should both be (M,), got {logprobs.shape} and {scores.shape}.")
+    if isinstance(n, bool) or not isinstance(n, int | np.integer) or n < 1:
+        raise ValueError(f"`n` should be an integer of at least 1, got {n!r}: the best of no response does not exist.")
+    _, level = np.unique(scores, return_inverse=True)  # (M,), ascending scores
+    mass = np.full(level.max() + 1, -np.inf)
+    np.logaddexp.at(mass, level, logprobs)
+    up_to = np.minimum(np.logaddexp.accumulate(mass), 0.0)  # log F(s)
+    below = np.concatenate([[-np.inf], up_to[:-1]])  # log of the probability to score less
+    with np.errstate(invalid="ignore", divide="ignore"):  # where nothing is drawn up to some score
+        share = n * up_to + np.log1p(-np.exp(n * np.where(up_to > -np.inf, below - up_to, -np.inf)))
+        best = logprobs + np.where(mass > -np.inf, share - mass, 0.0)[level]
+    exact: NDArray[np.float64] = best
+    return exact
+
+
 def best_of_n_curve(
     proxy: ArrayLike,
     gold: ArrayLike,

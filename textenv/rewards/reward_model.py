@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -86,17 +85,10 @@ class RewardModel:
 
     @classmethod
     def default(cls, device: str = "cpu", dtype: str = "float32") -> RewardModel:
-        """The packaged head, learned from human ratings of film reviews, on SmolLM2-135M.
+        """The packaged reward model of film reviews; see `film_review_reward`."""
+        from textenv.rewards.film_reviews import film_review_reward
 
-        Its scores are log-odds: between two reviews with scores a and b, one person prefers the first with probability
-        sigmoid(a - b); the mean over the training reviews is 0. The trunk's weights are loaded at the first call.
-
-        Args:
-            device: a torch device.
-            dtype: ``"float32"`` or ``"bfloat16"``.
-        """
-        with resources.as_file(resources.files("textenv.assets").joinpath(DEFAULT_HEAD)) as path:
-            return cls.load(path, device=device, dtype=dtype)
+        return film_review_reward(device, dtype)
 
     @classmethod
     def load(
@@ -131,9 +123,20 @@ class RewardModel:
         return cls(trunk, tokenizer, weight, bias, metadata=metadata)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the head (not the trunk) as safetensors, with its metadata and the trunk's name."""
+        """Write the head (not the trunk) as safetensors, with its metadata and the trunk's name.
+
+        Raises:
+            ValueError: the trunk is a model with adapters, which a name does not lead to.
+        """
         from safetensors.numpy import save
 
+        adapters = getattr(self.trunk, "path", None)
+        if adapters is not None:
+            raise ValueError(
+                f"A head should be saved with the name of its trunk, got a trunk with adapters from {adapters}: the "
+                "head would be loaded on the plain model, where it means nothing. Copy that file instead; "
+                "adapted_reward reads it."
+            )
         metadata = {**self.metadata, "trunk": portable_name(self.source)}
         packed = save({"weight": self.weight, "bias": np.array([self.bias])}, metadata=metadata)
         Path(path).write_bytes(with_sorted_header(packed))

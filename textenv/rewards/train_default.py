@@ -1,4 +1,4 @@
-"""Train the default reward head on the packaged human ratings: ``python -m textenv.rewards.train_default``.
+"""Train the packaged reward head on the packaged human ratings: ``python -m textenv.rewards.train_default``.
 
 One frozen pass over every sentence, comparisons from single raters of the training sentences, one linear layer fitted
 with the Bradley-Terry loss, figures on sentences that nothing was trained on. Writes the head and the prompt openings.

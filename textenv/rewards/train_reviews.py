@@ -27,12 +27,13 @@ from numpy.typing import NDArray
 
 from textenv.lm import load_tokenizer
 from textenv.lm.precision import fast_dtype
+from textenv.rewards.film_reviews import film_review_head
 from textenv.rewards.network import RewardNetwork
 from textenv.rewards.network_files import save_adapters, save_classifier
 from textenv.rewards.noise_ceiling import half_against_half, one_against_rest
 from textenv.rewards.rated_data import RatedData
 from textenv.rewards.ratings import RatedSentence, load_ratings, split_ratings
-from textenv.rewards.reward_model import DEFAULT_TRUNK, RewardModel
+from textenv.rewards.reward_model import DEFAULT_TRUNK
 from textenv.rewards.train_default import PREFIX_WEIGHT, VALIDATION, reading_points, score_figures
 from textenv.rewards.training import RewardTrainer, RewardTrainingConfig
 
@@ -74,7 +75,7 @@ def new_network(options: argparse.Namespace) -> RewardNetwork:
         dtype=fast_dtype(options.device),
         seed=options.seed,
     )
-    network.start_from(RewardModel.default())
+    network.start_from(film_review_head())
     return network
 
 
