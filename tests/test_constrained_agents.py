@@ -264,7 +264,7 @@ def test_ppo_on_a_language_model_starts_at_ratio_one_and_kl_zero(folder, kind):
 
 @pytest.mark.filterwarnings(CUT)
 def test_an_update_without_the_masks_is_found_out(folder, monkeypatch):
-    monkeypatch.setattr("textenv.agents.ppo.masks_argument", lambda _masks: {})
+    monkeypatch.setattr("textenv.agents.on_policy.masks_argument", lambda _masks: {})
     agent = lm_agent(folder, envs=constrained_lm_envs(folder, "min length"))
     with pytest.raises(StartError, match="every ratio should be 1"):
         agent.step()
