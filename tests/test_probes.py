@@ -283,5 +283,8 @@ def test_options_that_do_not_apply_are_refused():
 @pytest.mark.slow
 def test_the_default_reward_model_has_a_blind_spot_for_flattery():
     report = probe(RewardModel.default(), *review_answers(16))
-    assert isinstance(report, ProbeReport) and report.scorer == "RewardModel smollm2-135m"
+    assert (
+        isinstance(report, ProbeReport)
+        and report.scorer == "RewardModel smollm2-135m with film_review_adapters.safetensors"
+    )
     assert "flattery stacked" in report.preferred

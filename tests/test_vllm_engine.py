@@ -91,6 +91,14 @@ def cached_tokens(engine, monkeypatch, asked, sampling):
     return seen
 
 
+@pytest.fixture(scope="module", autouse=True)
+def numba_is_loaded():
+    """As in a process with other libraries, where vLLM by itself stumbles over an object of llvmlite's."""
+    pytest.importorskip("numba")
+    yield sys.modules["llvmlite.binding.ffi"]
+    assert "llvmlite.binding.ffi" in sys.modules
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return save_model(tmp_path_factory.mktemp("heads-of-32"), heads_of_32())

@@ -16,7 +16,7 @@ import os
 import random
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,10 @@ CHATTY = ("vllm", "torch._library.triton")
 SET_BY_VLLM = ("httpx", "httpx2")
 """Loggers whose level vLLM sets."""
 
+UNREADABLE = ("llvmlite.binding.ffi",)
+"""Modules that numba has loaded where it was imported before. On CPUs vLLM reads the namespaces of all modules when it
+loads, and one object in there has no ``__dict__`` that could be read."""
+
 
 @contextlib.contextmanager
 def undisturbed(*, cpu: bool, level: int = logging.ERROR) -> Iterator[None]:
@@ -51,6 +55,7 @@ def undisturbed(*, cpu: bool, level: int = logging.ERROR) -> Iterator[None]:
         stack.enter_context(_quiet(level))
         if cpu:
             stack.enter_context(_no_accelerator())
+            stack.enter_context(_hidden(UNREADABLE))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
 
@@ -127,6 +132,16 @@ def _quiet(level: int) -> Iterator[None]:
     finally:
         for name, before in levels.items():
             logging.getLogger(name).setLevel(before)
+
+
+@contextlib.contextmanager
+def _hidden(names: Sequence[str]) -> Iterator[None]:
+    """Without some modules in `sys.modules`; whoever holds them goes on using them."""
+    modules = {name: sys.modules.pop(name) for name in names if name in sys.modules}
+    try:
+        yield
+    finally:
+        sys.modules.update(modules)
 
 
 @contextlib.contextmanager

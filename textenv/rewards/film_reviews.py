@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from textenv.lm.lazy import LazyLanguageModel
-from textenv.lm.loading import load_causal_lm, load_tokenizer
+from textenv.lm.loading import load_causal_lm, load_tokenizer, portable_name
 from textenv.lm.merged import merged_weights
 from textenv.rewards.network_files import FILM_REVIEWS, load_adapters, read_adapters
 from textenv.rewards.reward_model import DEFAULT_HEAD, RewardModel
@@ -29,8 +29,10 @@ class AdaptedTrunk(LazyLanguageModel):
 
     def __init__(self, path: str | os.PathLike[str], name: str, **options: Any) -> None:
         super().__init__(name, **options)
-        self.path = os.fspath(path)
-        self.below, self.source = self.source, f"{self.source} with {self.path}"
+        self.path, self.below = os.fspath(path), self.source
+        packaged = Path(path).parent == Path(str(resources.files("textenv.assets")))
+        adapters = Path(path).name if packaged else self.path  # what is packaged is the same on every machine
+        self.source = f"{portable_name(self.below)} with {adapters}"
 
     def load_module(self) -> Any:
         """The causal model with merged weights; its output head is the plain model's, and is never asked."""
